@@ -1,4 +1,4 @@
-"""The daemons of a run; each package builds the parts of one agent and runs them."""
+"""The daemons of a run. Each package except ``simulation`` builds the parts of one kind of agent and runs them."""
 
 from trinity_mq.renamed import install
 

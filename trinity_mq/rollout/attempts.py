@@ -27,7 +27,7 @@ from trinity_mq.workflows.auxiliary import AuxiliaryError
 from trinity_mq.workflows.errors import causes
 
 MAX_IDLE = 64
-"""Maximum number of instances kept for later slices."""
+"""Maximum number of idle workflow instances kept for later slices."""
 
 log = get_logger(__name__)
 FIRST_PAUSE = 0.2
@@ -57,7 +57,9 @@ class Instances:
     ) -> None:
         self.task, self.kind, self.wrap, self._idle = task, kind, wrap, idle
         self._taken: list[Instance] = []
-        """Instances in use, and instances whose runs failed."""
+        """Instances that :meth:`aclose` closes: instances in use, instances whose runs failed, and instances beyond
+        :data:`MAX_IDLE`.
+        """
 
     def take(self, engine: InferenceModel, seed: int) -> Instance:
         """Return an instance that uses ``engine`` and samples with ``seed``."""
@@ -78,19 +80,21 @@ class Instances:
         return instance.aclose if self._idle is None else None
 
     def give_back(self, instance: Instance) -> None:
-        """Make an instance reusable after its runs succeeded, if instances are kept."""
+        """Make an instance reusable after its runs succeeded, if instances are kept and fewer than :data:`MAX_IDLE` are
+        idle.
+        """
         if self._idle is not None and len(self._idle) < MAX_IDLE:
             self._taken.remove(instance)
             self._idle.append(instance)
 
     async def aclose(self) -> None:
-        """Close the instances that are not kept."""
+        """Close the instances that were taken and not made reusable."""
         for instance in self._taken:
             await instance.aclose()
 
 
 class Instance:
-    """One instance of a workflow."""
+    """A workflow object with its model wrappers. The first :meth:`ready` creates the workflow object."""
 
     def __init__(self, of: Instances, models: Sequence[ModelWrapper]) -> None:
         self._of = of
@@ -98,7 +102,9 @@ class Instance:
         self._workflow: Workflow | None = None
 
     def fits(self, kind: type[Workflow], models: Sequence[ModelWrapper]) -> bool:
-        """Return whether this instance has class ``kind`` and uses the same models."""
+        """Return whether this instance's workflow has class ``kind`` and uses engines with the same URLs as
+        ``models``.
+        """
         urls = [wrapper.model.url for wrapper in (self.model, *self._auxiliary)]
         return self._of.kind is kind and urls == [wrapper.model.url for wrapper in models]
 
@@ -134,16 +140,17 @@ class AttemptLimits:
     """Limits on the time and the number of attempts."""
 
     attempt: float
-    """Seconds for one attempt of one run."""
+    """Seconds for one workflow call: for one run, or for all runs that a workflow with ``can_repeat`` executes at once.
+    """
     retries: int
-    """Number of further attempts of a failed run."""
+    """Number of further attempts at failed runs."""
     total: float
     """Seconds for the whole slice, retries and waiting for engines included."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SliceJob:
-    """The runs of one task to execute: the task, its engines and its limits."""
+    """A task whose runs :class:`RunGroup` executes, with its engines, limits and results."""
 
     task: Task
     kind: type[Workflow]
@@ -153,7 +160,7 @@ class SliceJob:
     """Returns the engine to use now. Raises EngineNotReady or EngineLost if no engine is available at present."""
     results: RunResults
     own_loops: bool = False
-    """Run each run of an asynchronous workflow in a thread, on its own event loop."""
+    """Whether each call of an asynchronous workflow executes in a thread, on its own event loop."""
     runner: int | str | None = None
     """Id of the runner, for logs."""
     needs_reward: bool = False
@@ -175,7 +182,9 @@ class RunGroup:
         """Reason why no engine is available, while the group waits for an engine."""
 
     async def finish(self) -> None:
-        """Execute the runs and retry failed runs. Errors of the workflow are not raised here; the results hold them."""
+        """Execute the runs and retry failed runs. Errors of the workflow are not raised here; the job's results hold
+        the first failure.
+        """
         try:
             await call_with_retries(self._retrying, self._attempt)
         except Exception as error:
@@ -200,7 +209,7 @@ class RunGroup:
         )
 
     async def _attempt(self) -> None:
-        """Try all missing runs, then raise the first failure."""
+        """Try all missing runs once, then raise the first failure."""
         self._attempts += 1
         failure: Exception | None = None
         for block in consecutive_blocks(self.missing):
@@ -214,8 +223,12 @@ class RunGroup:
             raise failure
 
     async def _run_block(self, block: Sequence[int]) -> None:
-        """Execute consecutive runs with one instance of the workflow. Waiting for an engine does not count as an
-        attempt.
+        """Execute consecutive runs in one workflow call. The call is repeated while no engine serves; such a repetition
+        does not count as an attempt.
+
+        Raises:
+            Exception: The call failed, a prompt was too long, or the workflow returned no experience for a run. Runs
+                that finished are stored before.
         """
         experiences, seconds = await call_with_retries(self._engine_retrying, self._call_workflow, block)
         with span("finish runs", count=len(experiences)):
@@ -316,8 +329,8 @@ def number_runs(block: Sequence[int], experiences: Sequence[Experience]) -> None
 
 
 def engine_unavailable_error(error: BaseException) -> BaseException | None:
-    """Return the error which shows that no engine serves at present: ``error`` or one of its causes. Return None if it
-    has another reason.
+    """Return ``error``, or the cause of it, that shows that no engine serves at present: EngineNotReady, EngineLost, or
+    a VersionMismatch of an engine that does not hold the wanted weights yet. Return None for other errors.
     """
     for cause in causes(error):
         if isinstance(cause, EngineNotReady | EngineLost):
@@ -340,7 +353,7 @@ def lost_engine(error: BaseException, asked: InferenceModel) -> InferenceModel |
 
 
 def consecutive_blocks(runs: Sequence[int]) -> list[list[int]]:
-    """Return ``runs``, in ascending order, as lists without gaps.
+    """Split ``runs``, which must be in ascending order, into lists without gaps.
 
     >>> consecutive_blocks([0, 1, 4, 5, 7])
     [[0, 1], [4, 5], [7]]

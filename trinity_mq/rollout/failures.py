@@ -40,7 +40,7 @@ _KINDS: tuple[tuple[type[BaseException], str], ...] = (
     (ConnectionError, "environment"),
     (socket.gaierror, "environment"),
 )
-"""Kinds of exceptions that do not carry a kind themselves; the first match counts."""
+"""Failure kinds of exception classes that do not carry a kind themselves; the first match counts."""
 
 
 def failure_of(error: BaseException, workflow: type[Workflow] | None = None) -> RunFailure:
@@ -77,11 +77,13 @@ def is_retryable(error: BaseException) -> bool:
 
 
 def describe(error: BaseException, kind: type[Workflow] | None = None) -> str:
-    """Return error and place in one line, such as ``KeyError: 'answer' (my_workflow.py:17)``.
+    """Return error and place in one line, such as ``KeyError: 'answer' (my_workflow.py:17)``. For an exception group,
+    they are of its first exception.
 
     The place is the innermost line of the author's own code. For a :class:`SandboxFailed` the text begins with its kind
     instead of its class: ``sandbox: connection refused (my_workflow.py:17)``. For any other :class:`RunFailedError` the
-    text does not name a class, and the place is the line at which the workflow class ``kind`` defines its run method.
+    text does not name a class, and the place is the line at which the workflow class ``kind`` defines its run method;
+    without ``kind`` the text has no place.
     """
     error = first_leaf(error)
     text = " ".join(str(error).split())
@@ -111,7 +113,7 @@ def reward_fault(kind: type[Workflow], experiences: Sequence[Experience], *, nee
     Args:
         kind: The workflow.
         experiences: Experiences of the run, in the order in which the workflow returned them.
-        needed: Whether the last step must have a reward.
+        needed: Whether the experience of the last workflow step must have a reward.
     """
     for experience in experiences:
         if experience.reward is not None and not is_finite(experience.reward):
@@ -123,7 +125,9 @@ def reward_fault(kind: type[Workflow], experiences: Sequence[Experience], *, nee
 
 
 def last_step(experiences: Sequence[Experience]) -> Experience:
-    """Return the last step of a run: the largest ``eid.step``, of equal steps the last in the list."""
+    """Return the experience of a run's last workflow step: it has the largest ``eid.step``, of several such experiences
+    it is the last in the list.
+    """
     if len(experiences) == 1:
         return experiences[0]
     return max(reversed(experiences), key=lambda experience: experience.eid.step)

@@ -16,14 +16,14 @@ from trinity_mq.workflows import Task
 
 @dataclass
 class RunResults:
-    """The finished runs of a slice, and the first failure of the other runs."""
+    """The finished runs of a slice, and the first failure."""
 
     experiences: dict[int, list[Experience]] = field(default_factory=dict)
     """Experiences by run."""
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     """Metrics by run."""
     failure: RunFailure | None = None
-    """The first failure."""
+    """The first failure, even if a later attempt at the run finished. None: no failure."""
     on_run: Callable[[int], None] | None = None
     """Called with the number of each run when the run is finished."""
 
@@ -32,8 +32,8 @@ class RunResults:
         self.failure = self.failure or failure
 
     def finished(self, task: Task, run: int, experiences: list[Experience], seconds: float) -> None:
-        """Add ids and origin to the experiences of ``run``, which took ``seconds``, and store them with the run's
-        metrics.
+        """Add ids, taskset, ground truth and model version to the experiences of ``run``, which took ``seconds``, and
+        store them with the run's metrics.
         """
         taskset, index = task.index.get("taskset"), task.index.get("index")
         truth = expected_answer(task.truth)
@@ -86,7 +86,9 @@ class RunResults:
 
 
 def answer_texts(outcome: SliceOutcome) -> list[str]:
-    """Return the answers of the first finished runs of a slice, for a person: the text of the last step of each run."""
+    """Return the answers of the first :data:`MOST_ANSWERS` finished runs of a slice, for a person: the text of the last
+    workflow step of each run, shortened to :data:`MOST_ANSWER` characters.
+    """
     last: dict[int, Experience] = {}
     for experience in outcome.experiences:
         if experience.eid.run not in last or experience.eid.step >= last[experience.eid.run].eid.step:

@@ -1,4 +1,4 @@
-"""Outcomes of tasks and of task slices."""
+"""Outcomes of tasks and of task slices, and failures of their runs."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ class Status:
 
 @dataclass(frozen=True)
 class RunFailure:
-    """An error that ended an attempt at a run."""
+    """A failure of a run: an error that ended an attempt, a reward that cannot be used, or the end of the slice's time
+    limit.
+    """
 
     message: str
-    """Error and place in one line."""
+    """The failure in one line, with the place of an error in the user's code."""
     kind: str = "workflow"
     """Label under which metrics count the failure."""
     retryable: bool = True
@@ -44,7 +46,7 @@ class RunFailure:
 
 @dataclass(frozen=True, kw_only=True)
 class SliceOutcome:
-    """The outcome of a slice on one runner."""
+    """The outcome of one execution of a slice, or of a task by :class:`WorkflowRunner`."""
 
     experiences: list[Experience] = field(default_factory=list)
     """Experiences of the finished runs, in the order of the runs."""
@@ -57,9 +59,9 @@ class SliceOutcome:
     failure_kind: str | None = None
     """Kind of the failure in ``message``. None: no attempt failed."""
     retryable: bool = True
-    """False if the failure in ``message`` was declared final."""
+    """False if no further attempt can succeed after the failure in ``message``."""
     version_min: Version | None = None
-    """Version of the oldest weights that sampled a token."""
+    """Version of the oldest weights that sampled a token. None: no token has a version."""
     version_max: Version | None = None
-    """Version of the newest weights that sampled a token."""
+    """Version of the newest weights that sampled a token. None: no token has a version."""
     seconds: float = 0.0

@@ -131,7 +131,7 @@ class WorkflowRunner:
 
     @staticmethod
     def blocks(task_slice: TaskSlice) -> bool:
-        """Return whether the workflow of a slice is synchronous."""
+        """Return whether the workflow of a slice is synchronous. Return False for an unknown workflow name."""
         try:
             return not load_workflow(task_slice.task.workflow).is_async
         except UnknownNameError:

@@ -82,14 +82,14 @@ class CompletedTasks:
     def __init__(self) -> None:
         self.tickets: dict[str, Ticket] = {}
         self.done: deque[CompletedTask] = deque()
-        """Tasks that have not been returned, in the order of completion."""
+        """Completed tasks that no caller has taken, in the order of completion."""
         self.changed = Notifier()
         self.unserved: set[str] = set()
-        """Tickets that were cut off because nobody works on their tasks. All their tasks are returned, with the reason
-        as message.
+        """Ids of tickets that were cut off because nobody works on their tasks. All tasks of these tickets are
+        returned, with the reason as message.
         """
         self._to_return: dict[str, int] = {}
-        """Number of tasks per ticket, completed or not, that have not been returned."""
+        """Number of tasks, completed or not, that have not been returned, by ticket id."""
 
     @property
     def left(self) -> int:
@@ -107,8 +107,8 @@ class CompletedTasks:
         self._to_return[ticket.ticket] = len(ticket.tasks)
 
     def put(self, task: CompletedTask) -> None:
-        """Add a completed task. A task that was cut off without any kept result is not returned, unless it is
-        unserved.
+        """Add a completed task, unless its ticket was removed. A task that was cut off without any kept result is not
+        returned, except for the tickets in :attr:`unserved`.
         """
         if task.ticket.ticket not in self.tickets:
             return
@@ -130,7 +130,7 @@ class CompletedTasks:
         self.changed.notify()  # other callers now wait for fewer tasks
 
     def put_back(self, items: Iterable[CompletedTask]) -> None:
-        """Undo a :meth:`take`, except for tickets that were removed in between."""
+        """Undo a :meth:`take`, except for the tasks of tickets that were removed since."""
         self.done.extendleft(reversed([task for task in items if task.ticket.ticket in self.tickets]))
         self.changed.notify()
 
@@ -156,7 +156,9 @@ class TaskNumbers:
         self._batches: defaultdict[BatchId, _Numbers] = defaultdict(_Numbers)
 
     def take(self, batch: BatchId, count: int, part_of: object = None) -> int:
-        """Return the first of ``count`` ids. Tickets with the same object ``part_of`` get the same id."""
+        """Return the first of ``count`` consecutive ids for a ticket of ``batch``. Tickets with the same object
+        ``part_of`` get the same ids; None: the ticket gets new ids.
+        """
         numbers = self._batches[batch]
         numbers.tickets += 1
         for whole, first in numbers.parts:
@@ -169,7 +171,9 @@ class TaskNumbers:
         return first
 
     def give_back(self, batch: BatchId) -> None:
-        """Release the ids of a ticket. After the last ticket of a batch, ids start at 0 again."""
+        """Count a ticket of ``batch`` as ended. After the last open ticket of a batch id, ids start at 0 again; until
+        then, the ids of ended tickets are not assigned again.
+        """
         self._batches[batch].tickets -= 1
         if not self._batches[batch].tickets:
             del self._batches[batch]
@@ -191,10 +195,10 @@ class ScheduledTickets:
         self.unfinished = 0
         """Number of scheduled tasks that are not completed."""
         self.completed = 0
-        """Number of tasks completed since the beginning."""
+        """Number of tasks that were ever completed, or cut off."""
         self._dispatcher, self._collector, self._on_completed = dispatcher, collector, on_completed
         self._batch_of: dict[str, CompletedTasks] = {}
-        """The tasks of each ticket's batch id, or of its ``run_one`` caller."""
+        """The object that receives the completed tasks of a ticket, by ticket id."""
         self._numbers = TaskNumbers()
         self._to_open: deque[Ticket] = deque()
         self._added = Notifier()
@@ -202,13 +206,15 @@ class ScheduledTickets:
 
     @property
     def all_batches(self) -> set[CompletedTasks]:
-        """The tasks of all batch ids and callers."""
+        """The completed tasks of all batch ids and of all ``run_one`` callers that have open tickets."""
         return set(self._batch_of.values())
 
     def add(
         self, tasks: Sequence[Task], batch_id: BatchId, batch: CompletedTasks, *, part_of: object = None, **more: Any
     ) -> Ticket:
-        """Schedule ``tasks``; ``batch`` receives the completed tasks."""
+        """Schedule ``tasks`` in a new ticket and return the ticket; ``batch`` receives the completed tasks. ``more``
+        has further fields of the ticket, among them ``deliver``.
+        """
         deliver: Deliver = more["deliver"]
         if deliver != "pipeline":
             more["keep_partial"] = True
@@ -259,7 +265,7 @@ class ScheduledTickets:
     async def _end(self, batch: CompletedTasks, ticket: Ticket) -> None:
         """Forget a ticket whose slices all have an outcome. A ticket for the pipeline is closed with its manifest."""
         if self._batch_of.pop(ticket.ticket, None) is None:
-            return  # another caller of this batch was first
+            return  # another caller has ended the ticket
         batch.drop(ticket)
         if self.batches.get(ticket.batch) is batch and not batch.tickets:
             del self.batches[ticket.batch]

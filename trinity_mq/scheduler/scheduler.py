@@ -50,7 +50,7 @@ class Scheduler:
         auxiliary_models: Accepted for the documented signature and ignored.
         bus: A connected bus, which its owner closes. None: a bus as configured (``broker.url``), which :meth:`start`
             connects and :meth:`stop` closes.
-        topology: The run's names; by default made from the configuration.
+        topology: Names of the run's queues and exchanges; by default made from the configuration.
 
     Raises:
         AddressError: No bus is given, and the configuration has no usable address of a broker.
@@ -87,7 +87,10 @@ class Scheduler:
     # -- documented interface
 
     async def start(self) -> None:
-        """Start following results. It may be called again after :meth:`stop`."""
+        """Connect, and publish the scheduled tasks and follow their results in the background. It returns once the
+        results that are already on the stream have been read. While the scheduler runs, a further call does nothing;
+        after :meth:`stop` it may be called again.
+        """
         async with self._starting:
             if self._task is not None and not self._task.done():
                 return
@@ -99,7 +102,9 @@ class Scheduler:
             await self._await_or_raise(self.dispatcher.caught_up())
 
     async def stop(self) -> None:
-        """Stop following results. Open tickets stay unchanged and continue after the next :meth:`start`."""
+        """Stop following results, and raise the error that ended the background work, if any. Open tickets stay
+        unchanged and continue after the next :meth:`start`.
+        """
         task, self._task = self._task, None
         try:
             if task is not None:
@@ -115,9 +120,9 @@ class Scheduler:
                 await self.bus.close()
 
     def schedule(self, tasks: Sequence[Task], batch_id: BatchId, *, deliver: Deliver | None = None) -> str | None:
-        """Schedule ``tasks`` under ``batch_id`` (an int, or a string that starts with an int); return the ticket, None
-        for an empty list. All tasks scheduled under one batch id at a time are returned together. Each task has its own
-        id.
+        """Schedule ``tasks`` under ``batch_id`` (an int, or a string that starts with an int); return the id of their
+        ticket, None for an empty list. Several calls may use the same batch id: :meth:`get_results` waits for the tasks
+        of all these calls. Each task has its own id.
 
         Args:
             tasks: Evaluation tasks have a separate queue; ``is_eval`` of the first task decides.
@@ -140,7 +145,8 @@ class Scheduler:
         or was cut off, on the event loop, before callers that wait for the task are woken. Exceptions are logged.
 
         Args:
-            async_task: Has the interface of a done ``asyncio.Task``; its result is the task's :class:`Status`.
+            async_task: Has the query methods of a done ``asyncio.Task``. ``result()`` returns the task's
+                :class:`Status`, and raises CancelledError if the task was cut off without any kept result.
         """
 
     def has_step(self, batch_id: BatchId) -> bool:
@@ -168,8 +174,9 @@ class Scheduler:
             min_num: Return this number of tasks as soon as they are done; further completed tasks stay for a later
                 call. A number above the number of tasks is clamped with a warning. None waits for all tasks.
             timeout: Seconds; None means ``explorer.batch_timeout``.
-            clear_timeout_tasks: True: cancel and forget tasks that were not done in time. False: keep them for a later
-                call.
+            clear_timeout_tasks: True: cancel and forget tasks that were not done in time; with
+                ``explorer.over_rollout.return_partial_tasks``, such tasks are returned if a run of them finished.
+                False: keep them for a later call.
         """
         return await self._results_of(self._scheduled.batches.get(batch_id), min_num, timeout, clear_timeout_tasks)
 
@@ -195,9 +202,10 @@ class Scheduler:
     async def run_one(
         self, task: Task, batch_id: BatchId, *, run_id_base: int = 0, part_of: object = None
     ) -> tuple[list[Status], list[Experience]]:
-        """Run one task and return its status and experiences (for an evaluation none) only to this caller, independent
-        of other tasks under ``batch_id``. Runs are numbered from ``run_id_base``. Concurrent parts of the same object
-        ``part_of`` share one task id.
+        """Run one task and return a list with its status, and its experiences (for an evaluation none), only to this
+        caller, independent of other tasks under ``batch_id``. Both lists are empty if the task was not done within
+        ``explorer.batch_timeout`` seconds and no finished run of it is kept. Runs are numbered from ``run_id_base``.
+        Concurrent parts of the same object ``part_of`` share one task id.
         """
         check_batch_id(batch_id)
         batch = CompletedTasks()
@@ -264,7 +272,7 @@ class Scheduler:
             for beat in self.peers.alive("runner")
         }
 
-    # -- results
+    # -- returning results
 
     async def _results_of(
         self, batch: CompletedTasks | None, min_num: int | None, timeout: float | None, clear_timeout_tasks: bool
@@ -305,7 +313,7 @@ class Scheduler:
         time_left, wait_left = self._seconds(timeout), over_rollout.wait_after_min if waits_for_more else 0.0
 
         def left() -> float:
-            # recomputed each time, because other callers may take tasks in between
+            # recomputed each time, because other callers may take tasks while this caller waits
             return seconds_left(len(batch.done), batch.left, required, time_left=time_left, wait_left=wait_left)
 
         while (seconds := left()) > 0 and await self._wait_for(batch.changed, lambda: left() < seconds, seconds):
@@ -325,8 +333,8 @@ class Scheduler:
     async def _cut_off(
         self, batch: CompletedTasks, keep: bool | None = None, reason: str = "cleared by its scheduler"
     ) -> None:
-        """Cut off the tasks that are not done. With ``keep`` (default: as configured) tasks with finished runs count as
-        done, and runners have ``CANCEL_GRACE`` seconds to send these runs.
+        """Cut off the tasks that are not done. With ``keep``, tasks with finished runs count as done, and runners have
+        ``CANCEL_GRACE`` seconds to send these runs. None: ``explorer.over_rollout.return_partial_tasks`` decides.
         """
         keep = self.config.explorer.over_rollout.return_partial_tasks if keep is None else keep
         tickets = [ticket for ticket in batch.tickets.values() if not ticket.is_complete]
@@ -341,10 +349,12 @@ class Scheduler:
         except Exception:
             log.exception("task_done_callback_failed", batch=task.batch_id, task=task.task_id)
 
-    # -- waiting
+    # -- waiting, and background work
 
     async def _obstacle(self) -> str:
-        """Return the reason why nobody works on the scheduled tasks; empty if an agent can work on them."""
+        """Return the reason why nobody works on the scheduled tasks: no runner is alive although slices wait, or no
+        rollout engine is alive. Return an empty text otherwise, and if the broker cannot tell whether slices wait.
+        """
         run = self.topology.run
         if not self.peers.alive("runner"):
             try:
@@ -366,7 +376,7 @@ class Scheduler:
         )
 
     async def _watch_obstacles(self) -> None:
-        """Log a warning while nobody works on scheduled tasks, once for each reason."""
+        """Log a warning if nobody works on scheduled tasks, and again whenever the reason changes, until cancelled."""
         logged = ""
         while True:
             await asyncio.sleep(HEARTBEAT_LEASE)
@@ -376,7 +386,7 @@ class Scheduler:
             logged = obstacle
 
     async def _waiting_slices(self) -> int:
-        """Return the number of slices that no runner has taken yet."""
+        """Return the number of messages with slices, of all clients of the run, that no runner has taken yet."""
         lanes = (self.topology.tasks_train, self.topology.tasks_eval)
         return sum([await self.bus.depth(lane.name) or 0 for lane in lanes])
 
@@ -406,7 +416,9 @@ class Scheduler:
             self.dispatcher.changed.notify()  # waiting callers raise the reason
 
     async def _await_or_raise(self, waiting: Any) -> None:
-        """Await ``waiting``, but raise at once the error that ended the background task."""
+        """Await ``waiting``, but raise at once the error that ended the background task, or RuntimeError if
+        :meth:`stop` ended it.
+        """
         task = self._task
         if task is None:
             await waiting
@@ -431,12 +443,14 @@ def _receiver(task: Task) -> Deliver:
 
 
 class SchedulerHeartbeats:
-    """Publishes the open tickets every two seconds and on change, so that runners drop other slices. Receives the
-    heartbeats of runners and engines.
+    """Publishes the ids of the scheduler's open tickets every two seconds and on change, so that runners drop the
+    slices of its other tickets. Receives the heartbeats of runners and engines.
 
     Args:
+        bus: The scheduler's bus.
+        topology: Names of the run's queues and exchanges.
         open_tickets: Returns the ids of the open tickets.
-        peers: Receives the heartbeats of runners and engines.
+        peers: Stores the received heartbeats.
     """
 
     def __init__(self, bus: Bus, topology: Topology, open_tickets: Callable[[], list[str]], peers: Peers) -> None:

@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass
 class TaskWrapper:
-    """A task, or the part of a task that starts at run ``run_id_base``."""
+    """A task, or the part of a task with the runs ``run_id_base`` to ``run_id_base + repeat_times - 1``."""
 
     task: Task
     batch_id: BatchId
@@ -35,16 +35,16 @@ class TaskWrapper:
 
 
 class RunnerWrapper:
-    """A handle on a remote runner: its state, its restart, and tasks executed on the run's runners.
+    """A handle on a remote runner: gives its state, restarts it, and has tasks executed by any runner of the run.
 
     Args:
-        runner_id: The runner's agent id, or a number for the runners of ``trinity-mq run``.
+        runner_id: The runner's agent id; a number ``n`` stands for the id ``runner-<n>`` of ``trinity-mq run``.
         rollout_model: Accepted for the documented signature and ignored; runners find engines by their heartbeats.
         auxiliary_models: Accepted for the documented signature and ignored.
         config: The run's configuration.
         scheduler: Schedules the tasks; its creator starts and stops it. None: the handle creates a scheduler on the
             configured broker, starts it when needed, and stops it in :meth:`close`.
-        peers: Receives the runner's heartbeats; by default the scheduler's peers.
+        peers: Received heartbeats, from which :attr:`state` is read; by default the scheduler's peers.
 
     Raises:
         AddressError: No scheduler is given, and the configuration has no usable address of a broker.
@@ -70,14 +70,17 @@ class RunnerWrapper:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The state in the runner's last heartbeat; empty if no heartbeat was received."""
+        """State and details in the runner's last heartbeat, even if the runner is dead since; empty if no heartbeat was
+        received.
+        """
         heartbeat: Heartbeat | None = self._peers.latest(self.agent_id)
         return {} if heartbeat is None else {"state": heartbeat.state, **heartbeat.detail.as_map()}
 
     async def run_with_retry(self, task: TaskWrapper) -> tuple[Status, list[Experience], int | str]:
         """Run the task, including attempts and backoff, and return its status, its experiences and the id of the runner
         of its last runs. The id is a number for the runners of ``trinity-mq run`` if this handle was created with a
-        number. If no runner worked on the task, it is this handle's id.
+        number. If no runner worked on the task, it is this handle's id. A task that was not done within
+        ``explorer.batch_timeout`` seconds has a failed status.
 
         Any free runner takes the task, because all runners share one queue. If other runners worked on the task, a
         warning names them and this handle's runner. The same text is the status' message if the status lacks a message.

@@ -38,7 +38,7 @@ log = structlog.get_logger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None, receiver: Receiver | None = None) -> int:
-    """Run one engine until its lease expires or it is stopped; returns the exit code.
+    """Run one engine until its lease expires, it is stopped or it cannot start; returns the exit code.
 
     Args:
         arguments: The command line.

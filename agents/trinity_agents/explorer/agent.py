@@ -58,13 +58,13 @@ class _Parts(TypedDict):
 
 
 class Explorer(Agent):
-    """The scheduling explorer of a run; ``await Explorer(config).explore()`` does all of its work.
+    """The explorer that schedules the tasks of a run; ``await Explorer(config).explore()`` does all of its work.
 
     Args:
         config: The run's configuration.
         bus: A bus that is not connected yet; closed at the end. None: the bus (``broker.url``), taskset, evaluation
             sets, engines and metrics are made from the configuration, and the arguments below for these are ignored.
-        topology: The run's names; by default made from the configuration.
+        topology: Names of the run's queues and exchanges; by default made from the configuration.
         agent_id: This agent's id.
         engine: Host of a single rollout engine.
         engines: Hosts of several rollout engines, instead of ``engine``.
@@ -72,7 +72,7 @@ class Explorer(Agent):
         folder: Folder of the state; by default the run's folder.
         taskset: Source of the training tasks; None: only submitted tasks.
         eval_sets: Evaluation tasks by set.
-        metrics: Writes metrics.
+        metrics: Writes metrics. None: no metrics are written.
 
     Raises:
         AddressError: ``bus`` is None and the configuration has no usable broker address.
@@ -111,7 +111,9 @@ class Explorer(Agent):
         self.exploration: ExplorerLoop | None = None
 
     def detail(self) -> ExplorerStatus:
-        """Return the status for runners, the trainer and the display."""
+        """Return the status for runners, the trainer and the display. Until this explorer has the lock, it is the
+        status of the active explorer.
+        """
         if self.exploration is not None:
             return self.exploration.detail()
         # While this explorer waits for the lock, it reports the active explorer's state instead of an empty state.
@@ -137,11 +139,11 @@ class Explorer(Agent):
                 raise other_run_error(self.topology.run, self._folder, "explorer", status.run_id, status.place)
 
     def hosted_heartbeats(self) -> list[Heartbeat]:
-        """Return the heartbeats of the hosted engines."""
+        """Return the heartbeats of the hosted engines, which begin once this explorer has the lock."""
         return [] if self.exploration is None else self.exploration.hosted.heartbeats()
 
     async def serve(self) -> None:
-        """Explore until the run is over or drained."""
+        """Take the run's lock, then explore until the run is over or this agent is drained."""
         claim_folder(self._folder)
 
         def gives_up() -> bool:
@@ -158,9 +160,9 @@ class Explorer(Agent):
         state.incarnations += 1
         sources = self._taskset, self._eval_sets, await asyncio.to_thread(checksums, self.config)
         exploration = ExplorerLoop(self, self.engines, self.auxiliaries, state, self._file, *sources)
-        # The state is saved before a heartbeat has the new sequence number: after a kill in between, the next process
-        # would use the same numbers. The loop is created first, because a save moves the observations that the loop
-        # reads from the state into the file.
+        # The state is saved before a heartbeat has the new sequence number: if this process sent a heartbeat and was
+        # killed before the save, the next process would use the same numbers. The loop is created first, because a save
+        # moves the observations that the loop reads from the state into the file.
         await self._file.save(state)
         write_run_id(self._folder, state.run_id)
         self.heartbeat_seq = state.incarnations << 32  # heartbeats of a later process always have higher numbers
@@ -185,7 +187,7 @@ class Explorer(Agent):
             await hosted.close(stop=self.draining.is_set() or state.finished)
 
     async def explore(self) -> str:
-        """Run the explorer to the end of the run and return its id; the documented name of :meth:`run`.
+        """Run the explorer to the end of the run and return the explorer's id; the documented name of :meth:`run`.
 
         The explorer connects to the bus, opens, follows and closes batches, evaluates, and closes the bus at the end.
         A period with style ``fixed`` and interval n::
@@ -207,7 +209,7 @@ class Explorer(Agent):
     async def setup_weight_sync_group(
         self, master_address: str, master_port: int, state_dict_meta: Sequence[Any] | None = None
     ) -> None:
-        """Connect each hosted engine to rank 0 and receive one broadcast of the tensors in ``state_dict_meta``.
+        """Connect each hosted rollout engine to rank 0 and receive one broadcast of the tensors in ``state_dict_meta``.
 
         Args:
             master_address: Address of the sender's TCPStore.
@@ -217,7 +219,7 @@ class Explorer(Agent):
         await receive_broadcast(self.engines, self.config, master_address, master_port, state_dict_meta or ())
 
     async def get_weight(self, name: str) -> Tensor:
-        """Return one weight of the first engine, as a CPU tensor."""
+        """Return the weight ``name`` of the first rollout engine, as a CPU tensor."""
         from safetensors.torch import load
 
         weight: Tensor = load(await self.engines[0].weight(name))[name]
@@ -244,7 +246,7 @@ def _configured(config: Config, agent_id: str) -> _Parts:
 
 
 def main(config: Config, agent_id: str = "explorer-0") -> int:
-    """Run the scheduling explorer until the run is over; returns the exit code."""
+    """Run the explorer that schedules until the run is over or the process is drained; returns the exit code."""
 
     def build(bus: Bus, topology: Topology) -> Explorer:
         return Explorer(config, bus=bus, topology=topology, agent_id=agent_id, **_configured(config, agent_id))
@@ -254,9 +256,9 @@ def main(config: Config, agent_id: str = "explorer-0") -> int:
 
 async def begin_run(state: ExplorerState, bus: Bus, topology: Topology, run_id: str) -> None:
     """Set the unique run id in the state. In a fresh state, also set the offsets after the present content of the
-    streams.
+    streams, and the number of messages that earlier runs left on the broker.
 
-    The stream offsets in a state of an older release do not change.
+    In a state that an older release saved, only the run id is set.
     """
     state.run_id = run_id
     if state.incarnations:

@@ -47,7 +47,7 @@ class Benchmark:
         self._agent, self._state, self._evaluations = agent, state, evaluations
         self._checksums, self._served, self._until, self._save = checksums, served, until, save
         self.label = 0
-        """Label of the checkpoint that the engines need."""
+        """Label of the checkpoint that the engines need, 0 before the first checkpoint."""
         state.ended = True  # mode bench has no training batches, so submitted training tasks are refused
         state.opened, state.due = 0, []
         for label, checksum in checksums.items():

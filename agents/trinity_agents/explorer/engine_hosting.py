@@ -27,7 +27,7 @@ NAME_TIMEOUT = 30.0
 
 
 class EngineHosting(Agent):
-    """Hosts engines for a run; any number of hosts may run, each with a unique name."""
+    """Hosts engines for a run; a run may have any number of these hosts, each with a unique agent id."""
 
     role = "engine"
 
@@ -47,7 +47,7 @@ class EngineHosting(Agent):
         return self.hosted.heartbeats()
 
     def follow_run(self, explorer: ExplorerStatus) -> None:
-        """Adopt the run of the explorer that schedules.
+        """Adopt the run id of the explorer that schedules.
 
         Raises:
             RestartRequested: The explorer has started another run, and the engines hold weights and versions of the old
@@ -94,7 +94,9 @@ class EngineHosting(Agent):
 
 
 def host_engines(config: Config, agent_id: str) -> int:
-    """Host ``explorer.rollout_model.engine_num`` engines until the run is over; returns the exit code."""
+    """Host ``explorer.rollout_model.engine_num`` engines until the run is over or the process is drained; returns the
+    exit code.
+    """
     from trinity_mq.engines.host.host import rollout_hosts
     from trinity_mq.models import ensure_model_folder
 

@@ -1,4 +1,6 @@
-"""Evaluations on their own task queue, each done once; with style ``fixed`` pinned to the committed weight version."""
+"""Evaluations on their own task queue, each done once. With style ``fixed`` and in mode ``bench`` they are pinned to
+the weight version that the engines serve when they begin.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ not serve the pinned version any more.
 
 
 class Evaluations:
-    """Executes due evaluations, one label (number of closed batches) after another."""
+    """Executes due evaluations, one label after another. A label is the number of closed batches; in mode ``bench`` it
+    is the label of a checkpoint.
+    """
 
     def __init__(
         self,
@@ -56,14 +60,16 @@ class Evaluations:
         return self._state.due[0] if self._state.due else None
 
     def request(self, label: int) -> None:
-        """Queue an evaluation of all sets under ``label``; the caller saves the state."""
+        """Queue an evaluation of all sets under ``label``, unless it is queued or done, or no set exists. The caller
+        saves the state.
+        """
         if self._sets and label not in self._state.due and not self.is_done(label):
             self._state.due.append(label)
             self._dispatcher.heartbeat_now()
             self._woken.notify()
 
     def is_done(self, label: int) -> bool:
-        """Return whether all sets were evaluated under this label."""
+        """Return whether all sets were evaluated under this label; True without sets."""
         return all(f"{label}/{name}" in self._state.evaluated for name in self._sets)
 
     async def run(self) -> None:
@@ -111,7 +117,9 @@ class Evaluations:
         self._report(label, metrics)
 
     def _write_answers(self, label: int, names: Sequence[str], tickets: Sequence[Ticket]) -> None:
-        """Write the answers to the evaluation log. A write error such as a full disk ends only the log."""
+        """Write the answers to the evaluation log. After a write error, such as a full disk, no more answers are
+        written, and evaluations continue.
+        """
         if self._answers is None:
             return
         try:
@@ -134,7 +142,8 @@ class Evaluations:
         self._state.evaluated = [*done, *(f"{label}/{name}" for name in names)]
 
     async def _open(self, label: int, names: Sequence[str]) -> list[Ticket]:
-        """Return the tickets of an evaluation: the open tickets after a restart, otherwise new tickets.
+        """Return the tickets of an evaluation: after a restart the saved tickets, if all sets have one, otherwise new
+        tickets.
 
         With style ``fixed`` or in mode ``bench``, new tickets are pinned to the version that engines serve now.
         """

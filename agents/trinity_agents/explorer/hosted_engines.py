@@ -68,7 +68,7 @@ class HostedEngines:
         member.changed = self.changed
         return member
 
-    # -- sync
+    # -- weight sync
 
     @property
     def version(self) -> Version | None:
@@ -78,7 +78,7 @@ class HostedEngines:
 
     @property
     def idle(self) -> bool:
-        """Whether no sync attempt is running here and all engines know the end of the last attempt."""
+        """Whether no sync attempt is running at these engines, and all of them know the end of their last attempt."""
         return all(member.idle for member in self._members)
 
     @property
@@ -87,16 +87,16 @@ class HostedEngines:
         return any(engine.snapshot.alive for engine in self.engines) or bool(self._remote_versions())
 
     async def leave(self) -> None:
-        """Remove all members from the gate."""
+        """Remove this host's members from the sync gate."""
         for member in self._members:
             await member.leave()
 
-    # -- life cycle
+    # -- life cycle of the engines
 
     async def start(self) -> None:
         """Start or adopt all engines concurrently; raises the errors of :meth:`EngineHost.start`.
 
-        The lease of an engine that is ready before the others is renewed.
+        The lease of an engine that is ready before the other engines is renewed until all have started.
         """
         async with asyncio.TaskGroup() as group:
             starting = [group.create_task(host.start()) for host in self._all()]
@@ -132,7 +132,9 @@ class HostedEngines:
                 group.create_task(host.stop() if stop else host.detach())
 
     def heartbeats(self) -> list[Heartbeat]:
-        """Return the engines' current heartbeats; a dead engine has the state ``gone`` until it runs again."""
+        """Return the engines' current heartbeats. A dead engine has the state ``gone`` until it runs again; an engine
+        that has not run yet has no heartbeat.
+        """
         policy = [self._heartbeat(engine, "rollout", member) for engine, member in self._pairs()]
         auxiliary = [self._heartbeat(engine, "auxiliary", None) for engine in self.auxiliaries]
         return [beat for beat in (*policy, *auxiliary) if beat is not None]
@@ -188,9 +190,9 @@ class HostedEngines:
             await member.receive_event(message, delivery)
 
     async def _watch(self) -> None:
-        """Refresh after each change of a member, until cancelled.
+        """Call :meth:`_refresh` after each change of a member, until cancelled.
 
-        Weights that an engine lost during a sync attempt become visible only at the end of the attempt.
+        That an engine lost its weights during a sync attempt becomes visible only at the end of the attempt.
         """
         while True:
             await self.changed.wait()
@@ -217,7 +219,8 @@ class HostedEngines:
             await self._agent.peers.changed.wait()
 
     async def _rejoin_unlisted(self) -> None:
-        """Join again after each heartbeat of a trainer that does not list an engine, until cancelled.
+        """Let an engine's member join again after each heartbeat of a trainer that does not list the engine, until
+        cancelled.
 
         A join that was sent before the trainer subscribed is lost.
         """
@@ -253,7 +256,7 @@ class HostedEngines:
         self._agent.woken.notify()
 
     def _reported(self, engine: str) -> MemberStatus:
-        """Return the member status of an engine in the trainer's heartbeat."""
+        """Return the member status of an engine in the trainer's heartbeat, an empty status if it is not listed."""
         sync = self._agent.peers.trainer.sync or GateStatus()
         return sync.members.get(engine) or MemberStatus()
 
@@ -262,7 +265,9 @@ class HostedEngines:
         return "weights that pass the canary check: it is quarantined" if quarantined else "weights"
 
     def _committed(self, engine: str) -> Key | None:
-        """Return the version last committed at an engine and its sync attempt, from the trainer's heartbeat."""
+        """Return the version last committed at an engine, with epoch and attempt of the sync, from the trainer's
+        heartbeat. Return None if the heartbeat has none.
+        """
         reported = self._reported(engine)
         return (reported.version, *reported.given) if reported.version and reported.given else None
 
@@ -275,7 +280,7 @@ class HostedEngines:
 
 
 async def _hold(start: asyncio.Task[None], host: EngineHost | Any) -> None:
-    """Renew the lease of an engine from the end of its start until cancelled."""
+    """Renew the lease of an engine from the end of its start until cancelled; return if the start failed."""
     await asyncio.wait({start})
     if not start.cancelled() and start.exception() is None:
         await host.hold()
@@ -287,7 +292,8 @@ async def receive_broadcast(
     """Connect every engine to rank 0 at ``address:port`` and receive one broadcast of ``tensors``, without the gate.
 
     Args:
-        engines: Hosts of engines, in the order of their ranks, which begin at 1.
+        engines: Hosts of engines, in the order of their ranks. Ranks begin at 1, and each engine has
+            ``config.engine_ranks`` of them.
         config: Configuration of the run.
         address: Address of the sender's TCPStore.
         port: Port of the sender's TCPStore.

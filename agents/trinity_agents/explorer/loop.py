@@ -67,7 +67,7 @@ reader."""
 
 
 class ExplorerLoop:
-    """Runs one explorer process from the saved state to the end of the run."""
+    """Runs one explorer process from the saved state until the run is over or the explorer is drained."""
 
     def __init__(
         self,
@@ -198,7 +198,9 @@ class ExplorerLoop:
         ]
 
     async def run(self) -> None:
-        """Open batches when the pacing allows it; at the end evaluate the final weights."""
+        """Open batches when the pacing allows it, and at the end evaluate the final weights; in mode ``bench`` evaluate
+        the checkpoints instead. Return early if the explorer is drained.
+        """
         agent, state = self.agent, self.state
         await self.dispatcher.caught_up()
         await self.dispatcher.resume()
@@ -246,7 +248,9 @@ class ExplorerLoop:
         return True
 
     async def _until(self, what: str, done: Callable[[], bool]) -> bool:
-        """Wait until ``done()`` is true, and report ``what`` as the reason; return False if the agent drains first."""
+        """Wait until ``done()`` is true, and report ``what`` as the reason while engines serve; return False if the
+        agent is drained first.
+        """
         while not done():
             if self.agent.draining.is_set():
                 return False
@@ -266,7 +270,9 @@ class ExplorerLoop:
         return recent or bool(await self.agent.bus.depth(self.agent.topology.submitted.name))
 
     async def _reject_pending(self) -> None:
-        """Send an outcome to the submitters of all pending tasks, because no batch will take these tasks."""
+        """Remove all pending tasks, because no batch will take them. Submitters are told that their tasks are
+        cancelled; requeued tasks are counted as left over.
+        """
         for pending_task in self.state.pending:
             if pending_task.submission is not None:
                 await self._refuse(pending_task.submission, "cancelled", NO_MORE_BATCHES)
@@ -288,7 +294,7 @@ class ExplorerLoop:
         return self.hosted.version == (trainer.generation, trainer.step)
 
     async def _let_runners_finish(self) -> None:
-        """Keep the engines running while draining runners finish their slices."""
+        """Keep the engines running while draining runners finish their slices, for at most the drain timeout."""
         agent = self.agent
         agent.set_state("draining", "runners to finish")
         try:
@@ -315,7 +321,7 @@ class ExplorerLoop:
         except TimeoutError:
             log.warning("agents_not_notified", agents=unaware())
 
-    # -- background
+    # -- background work
 
     async def _close(self) -> None:
         await self.dispatcher.resumed()
@@ -408,7 +414,9 @@ class ExplorerLoop:
             await self.dispatcher.queues.keep()
 
     async def _submissions(self) -> None:
-        """Accept submitted tasks while there is room for them; the other tasks stay in the broker's queue."""
+        """Accept submitted tasks while there is room for them, until cancelled. The other tasks stay in the broker's
+        queue.
+        """
         agent = self.agent
         await self.dispatcher.resumed()
         while True:
@@ -430,7 +438,7 @@ class ExplorerLoop:
 
     @property
     def _submission_room(self) -> int:
-        """Number of submissions that can be accepted now."""
+        """Number of submissions that can be accepted now; 0 or less: none."""
         return min(INTAKE, self.source.room, OPEN_EVALUATIONS - self.batches.open_submitted)
 
     @staticmethod
@@ -463,7 +471,9 @@ class ExplorerLoop:
             await self._refuse(ref, "failed", reason)
 
     async def _accept(self, group: Sequence[Delivery]) -> None:
-        """Accept a group of submissions, save once, then acknowledge them."""
+        """Accept or refuse each submission of a group, save once, open the tickets of evaluations, then acknowledge the
+        group. Submissions that were accepted before are only acknowledged.
+        """
         agent, submissions = self.agent, list[tuple[Delivery, TaskSubmission, SubmissionRef]]()
         self._last_accepted_at = asyncio.get_running_loop().time()
         for delivery in group:
@@ -505,7 +515,9 @@ class ExplorerLoop:
         agent.woken.notify()
 
     async def _submitted(self, delivery: Delivery, message: TaskSubmission, ref: SubmissionRef) -> list[Ticket]:
-        """Accept or refuse a submission that is not a repeat; return its ticket if it is an evaluation."""
+        """Accept or refuse a submission that is not a repeat. Return a list with its ticket if it is an accepted
+        evaluation, else an empty list.
+        """
         agent, limit = self.agent, self.config.broker.max_task_bytes
         try:
             task = self._allowed(message, ref)

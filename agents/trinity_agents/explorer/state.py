@@ -35,7 +35,8 @@ CREATE TABLE IF NOT EXISTS submission (id TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS observation (number INTEGER PRIMARY KEY, ticket TEXT UNIQUE NOT NULL, body BLOB NOT NULL);
 """
 IN_ROWS_OF_THEIR_OWN = {"tickets", "following", "pending", "accepted", "observations"}
-"""Fields of the state that have their own rows and are not in the row ``core``."""
+"""Fields of the state whose content has its own rows. The row ``core`` holds only their small parts, such as the row
+numbers of pending tasks."""
 TICKET_ROWS = {"tasks", "slices", "submissions", "manifest"}
 FOLLOWING_ROWS = {"manifest", "promises", "tasks"}
 LOCK_SECONDS = 30.0
@@ -43,7 +44,9 @@ LOCK_SECONDS = 30.0
 
 
 class PendingTask(BaseModel):
-    """A task that waits for the next batch: submitted from outside, or requeued because it was unfinished or stale."""
+    """A task of the next batch: submitted from outside, requeued because it was unfinished or stale, or just read from
+    the taskset. Only tasks of the first two kinds are in the saved state.
+    """
 
     task: TaskBody
     submission: SubmissionRef | None = None
@@ -52,7 +55,7 @@ class PendingTask(BaseModel):
 
 
 class SubmittedTask(BaseModel):
-    """The outcome of a submitted task whose submitter waits for experiences."""
+    """A submitted task whose submitter waits for experiences, with the task's outcome."""
 
     submission: SubmissionRef
     outcome: SubmissionOutcome
@@ -73,7 +76,7 @@ class InFlightBatch(BaseModel):
     """True once the queue ``closed`` was checked after :data:`MANIFEST_LOST_AFTER`; not saved."""
 
     def returned(self, stale: Collection[int]) -> list[PendingTask]:
-        """Return the tasks with ids in ``stale`` that are requeued, ordered by id."""
+        """Return the tasks to requeue, ordered by id: the tasks in :attr:`tasks` whose ids are in ``stale``."""
         return [PendingTask(task=self.tasks[n], given_back=True) for n in sorted(set(stale)) if n in self.tasks]
 
 
@@ -94,8 +97,8 @@ class InFlightBatches(BaseModel):
     ) -> list[tuple[RecoveryAction, BatchClosed]]:
         """Advance the idle clocks by ``seconds`` and return the due recovery actions.
 
-        An action is due for a batch that was idle for ``deadline`` seconds: its manifest is published again, up to
-        ``max_tries`` publishes in all, and then its tombstone. ``in_hand`` has the tickets on which a living operator
+        An action is due each time a batch was idle for ``deadline`` seconds: its manifest is published again, up to
+        ``max_tries`` publishes in all, after that its tombstone. ``in_hand`` has the tickets on which a living operator
         or the trainer works; their idle clocks restart at 0.
         """
         actions: list[tuple[RecoveryAction, BatchClosed]] = []
@@ -116,7 +119,8 @@ class InFlightBatches(BaseModel):
         return actions
 
     def unseen(self) -> list[BatchClosed]:
-        """Return the manifests that have been idle for :data:`MANIFEST_LOST_AFTER` seconds, each once per idle period.
+        """Return the manifests of batches that have been idle for :data:`MANIFEST_LOST_AFTER` seconds. A batch is
+        returned again only after an operator or the trainer has worked on it.
 
         These manifests are lost if the queue ``closed`` is empty.
         """
@@ -163,7 +167,7 @@ class ExplorerState(BaseModel):
     refilled: dict[str, int] = Field(default_factory=dict)
     """Number of extra tasks that replace dropped groups, by open ticket."""
     left_over_tasks: int = 0
-    """Number of tasks that were requeued after the last batch was opened and that no batch takes."""
+    """Number of requeued tasks that no batch takes, because the last batch has been opened."""
     submitted: int = 0
     """Number of accepted submissions."""
     accepted: list[str] = Field(default_factory=list)
@@ -172,12 +176,14 @@ class ExplorerState(BaseModel):
     """Observations passed to selectors since the last save; after loading, all observations of the run. The file keeps
     all observations."""
     due: list[int] = Field(default_factory=list)
-    """Labels of due evaluations: the number of closed batches at which each evaluation became due."""
+    """Labels of due evaluations: the number of closed batches at which each evaluation became due, in mode ``bench``
+    the label of a checkpoint.
+    """
     evaluated: list[str] = Field(default_factory=list)
     """Completed evaluations of the latest label, as batch ids such as ``"50/heldout"``; in mode ``bench`` of all
     labels."""
     benchmarked: dict[str, str] = Field(default_factory=dict)
-    """Mode ``bench``: checksum of the weights that were evaluated last, by checkpoint label."""
+    """Mode ``bench``: checksum of the weights whose evaluation was begun last, by checkpoint label."""
     dropped_dead: int = 0
     """Number of dead letters that the broker dropped because their queue was full."""
     consecutive_empty: int = 0
@@ -185,7 +191,7 @@ class ExplorerState(BaseModel):
     ended: bool = False
     """True once no more batches will be opened."""
     finished: bool = False
-    """True once the last evaluation is done."""
+    """True once the run is over: the last evaluation is done, and submitted tasks have been answered."""
 
     def mark_gateways(self, sessions: str) -> None:
         """Mark the tasks that the run's gateway submitted, in a state of an older release.
@@ -243,10 +249,10 @@ class StateFile:
         """The run's folder."""
         return self._path.parents[1]
 
-    # -- reading
+    # -- reading the file
 
     def load(self) -> ExplorerState:
-        """Return the saved state, or a fresh state without a file.
+        """Return the saved state, or a fresh state if the file does not exist.
 
         Raises:
             FatalError: The file exists but cannot be used; a fresh state would repeat the run's work.
@@ -307,7 +313,7 @@ class StateFile:
             rows = database.execute(f"SELECT id FROM submission WHERE id IN ({places})", tuple(submissions))
             return {name for (name,) in rows}
 
-    # -- writing
+    # -- writing the file
 
     async def save(self, state: ExplorerState) -> None:
         """Write the current ``state``, which is on disk on return.
@@ -456,7 +462,7 @@ def _ticket_fields(rows: Mapping[str, Any], core: Mapping[str, Any]) -> dict[str
 
 
 def _pack(content: BaseModel) -> bytes:
-    """Encode the content of a row, in small steps so that other threads can run."""
+    """Encode the content of a row. A ticket is encoded in small steps, so that other threads can run."""
     fields: Any
     if isinstance(content, Ticket):
         fields = {

@@ -30,7 +30,7 @@ class TaskReader(Protocol):
     def __len__(self) -> int: ...
 
     def next_batch(self, size: int) -> list[TaskBody]:
-        """Return the next tasks and advance the position."""
+        """Return the next ``size`` tasks and advance the position."""
 
     def state(self) -> dict[str, object]:
         """Return the position."""
@@ -84,7 +84,9 @@ class TaskSource:
 
     @property
     def has_tasks(self) -> bool:
-        """Whether a batch can be made now; in mode ``serve`` an incomplete batch waits for further sessions."""
+        """Whether a batch can be made now. In mode ``serve`` an incomplete batch waits up to ``gateway.batch_wait``
+        seconds for further sessions.
+        """
         pending = len(self._state.pending)
         if self._taskset is not None or not pending or self._config.mode != "serve":
             return self._taskset is not None or pending > 0
@@ -95,7 +97,8 @@ class TaskSource:
         """Return the tasks of the next batch and advance the position; the caller saves it with the batch's ticket.
 
         Tasks beyond ``buffer.batch_size`` replace groups that operators dropped from earlier batches, and reduce the
-        refill debt by their number.
+        refill debt by their number. In a run by epochs (without ``buffer.total_steps``), requeued and submitted tasks
+        are taken in addition and do not reduce the debt.
 
         Args:
             among: Number of batches that can be opened now, including this batch; the debt is divided among them.
@@ -128,6 +131,7 @@ class TaskSource:
 
     def observe(self, ticket: Ticket) -> dict[str, float]:
         """Pass the statistics of a complete ticket to the selectors, once per ticket; return the selectors' metrics.
+        Without a selector that learns, do nothing and return no metrics.
 
         The caller saves the observation with the ticket's manifest, so that a restart does not repeat it. Selectors
         also learn from experiences that operators or the trainer drop later.
@@ -142,7 +146,7 @@ class TaskSource:
 
     def give_back(self, tasks: Sequence[PendingTask], *, first: bool = False) -> None:
         """Add requeued tasks to the pending tasks, at the front if ``first`` is set. After the last batch was opened,
-        the tasks are only counted.
+        requeued tasks are only counted as left over, and submitted tasks are ignored.
         """
         if not self._state.ended:
             at = 0 if first else len(self._state.pending)
@@ -153,11 +157,15 @@ class TaskSource:
 
     @property
     def room(self) -> int:
-        """Number of further pending tasks that are accepted; other submissions wait in the broker's queue."""
+        """Number of further pending tasks that are accepted, 0 or less if no task is; other submissions wait in the
+        broker's queue.
+        """
         return max(2 * self._config.buffer.batch_size, LEAST_PENDING) - len(self._state.pending)
 
     def submit(self, task: TaskBody, ref: SubmissionRef) -> None:
-        """Accept a completed task from outside."""
+        """Record the submission of a task from outside, which :meth:`completed` has returned. A training task becomes
+        pending; the caller opens the ticket of an evaluation.
+        """
         self._state.submitted += 1
         self._state.accepted.append(ref.submission_id)
         if not task.is_eval:
@@ -210,7 +218,8 @@ def run_length(config: Config, state: ExplorerState, tasks: int | None) -> int |
 def task_stats(ticket: Ticket) -> dict[str, list[TaskStats]]:
     """Return the statistics of a ticket's tasks, by taskset name.
 
-    Submitted tasks and tasks without a counted run that has a finite reward are left out.
+    Three kinds of tasks are left out: submitted tasks, tasks without a place in a taskset, and tasks without a counted
+    run that has a finite reward.
     """
     stats: dict[str, list[TaskStats]] = {}
     submitted = {submission.task_id for submission in ticket.submissions}

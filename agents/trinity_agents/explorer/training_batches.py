@@ -46,7 +46,9 @@ publishes, a further publish will not help.
 
 
 class TrainingBatches:
-    """Opens, closes and follows training batches; all decisions depend only on ``state`` and the counters."""
+    """Opens, closes and follows training batches. It can continue after a restart, because all that must be remembered
+    is in ``state`` or in the trainer's counters.
+    """
 
     def __init__(
         self,
@@ -67,7 +69,9 @@ class TrainingBatches:
         self.generation = 0
         self.counters = TrainerCounters()
         self.wants = 0
-        """The last batch for which the explorer requests the newest weights (explorer_driven); sent in heartbeats."""
+        """The last batch for which the explorer requests the newest weights (style ``explorer_driven``), 0 before the
+        first request; sent in heartbeats.
+        """
         self._waited = 0.0
         """Seconds for which a living trainer has not answered the request for the newest weights."""
         self._opened_at: dict[str, float] = {}
@@ -75,16 +79,16 @@ class TrainingBatches:
         self._paused_time: defaultdict[str, float] = defaultdict(float)
         """Seconds for which all runners had paused the ticket's lane, by open ticket."""
         self._pauses: dict[str, int] = {}
-        """Number of pauses already reported in the metrics of closed batches, by runner process."""
+        """Number of lane pauses already reported in the metrics of closed batches, by incarnation of the runner."""
         self._late = self._refused = 0
         """Numbers of late results and refused submissions already reported in the metrics of closed batches."""
         self.empty: EmptyBatchStatus | None = None
         """The last batch without anything to train on, None after a batch was trained on; sent in the heartbeats."""
         self._opened_before = state.opened
-        """The last batch that was opened before this process started."""
+        """Number of the last batch that was opened before this process started."""
         dispatcher.on_progress = self.on_progress
 
-    # -- counters
+    # -- the trainer's counters
 
     def update_counters(
         self,
@@ -94,7 +98,9 @@ class TrainingBatches:
         committed: int | None = None,
         answered: int | None = None,
     ) -> None:
-        """Merge the trainer's counters, which only rise within a generation; a newer generation may start lower."""
+        """Merge the trainer's counters, which only rise within a generation; a newer generation may start lower.
+        Counters of an older generation are ignored, and None means unknown.
+        """
         if generation < self.generation:
             return
         current = self.counters if generation == self.generation else TrainerCounters()
@@ -107,7 +113,10 @@ class TrainingBatches:
         self._woken.notify()
 
     def on_progress(self, progress: Progress) -> None:
-        """Record that the trainer has consumed a batch."""
+        """Record that the trainer has consumed a batch, with any outcome. If this explorer follows the batch, also
+        requeue its stale tasks, add its dropped groups to the refill debt, and count batches in a row without anything
+        to train on.
+        """
         self.update_counters(progress.generation, progress=progress.progress)
         closed = self._state.following.tickets.pop(progress.ticket, None)
         if closed is None:
@@ -120,7 +129,7 @@ class TrainingBatches:
             self._state.consecutive_empty, self.empty = 0, None
             return
         # Batches of an earlier start tell nothing about code and data that the user has mended since.
-        # A skipped batch had experiences, and the trainer has its own limit for it.
+        # A skipped batch had experiences to train on, and the trainer itself limits how often it skips.
         if progress.outcome != "skipped" and int(progress.batch) > self._opened_before:
             self._state.consecutive_empty += 1
             self.empty = EmptyBatchStatus(
@@ -149,10 +158,12 @@ class TrainingBatches:
                 + (failures or "Look at rollout/* in metrics.jsonl and at the operators' filters")
             )
 
-    # -- opening
+    # -- opening batches
 
     def blocked_reason(self, engine_current: bool) -> str | None:
-        """Return the reason why the next batch has to wait, None if it may be opened."""
+        """Return the reason why the next batch has to wait, None if it may be opened. It also requests the newest
+        weights from the trainer if the batch waits for them.
+        """
         batch = self._state.opened + 1
         if not self._dispatcher.bus.usable:
             return self._dispatcher.bus.trouble or "the broker"
@@ -191,7 +202,8 @@ class TrainingBatches:
         return max(1, min(last, self._source.total_batches or last) - self._state.opened)
 
     def wait_for_answer(self, seconds: float) -> None:
-        """Add ``seconds`` to the time that the trainer has had to commit requested weights.
+        """Add ``seconds`` to the time that the trainer has had to commit requested weights. Without an open request the
+        time is reset; without a living trainer it does not pass.
 
         Raises:
             FatalError: ``synchronizer.request_timeout`` has passed.
@@ -245,7 +257,9 @@ class TrainingBatches:
         )
 
     def _closable(self) -> list[Ticket]:
-        """Return the complete tickets of training batches and of submitted evaluations."""
+        """Return the tickets of training batches and of submitted evaluations that are complete, or whose closing was
+        interrupted after their manifest was saved.
+        """
         return [
             ticket
             for ticket in self._dispatcher.tickets.values()
@@ -385,9 +399,11 @@ class TrainingBatches:
 
     async def tick(self, seconds: float, *, moving: bool = True) -> None:
         """Advance by ``seconds`` the clocks of open tickets and of closed batches that no operator or trainer works on.
+        Cut off the tickets for which this is due, and recover the closed batches that may be lost.
 
-        ``moving`` is True if a runner and an engine are alive; otherwise the batches' clocks stop. A batch's clock also
-        stops while all runners have paused its lane.
+        ``moving`` is True if a runner and an engine are alive; otherwise the clocks stop, except for the grace time
+        after a cut-off. The clock of a ticket also stops while all runners have paused its lane. The clocks of closed
+        batches also stop without a living trainer, and restart at 0 while no operator is idle.
         """
         paused = self.paused_lanes()
         for ticket in list(self._dispatcher.tickets.values()):

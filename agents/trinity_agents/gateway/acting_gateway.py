@@ -1,8 +1,8 @@
 """Duties of the run's single acting gateway: decides about ended sessions, and turns them into tasks.
 
 The acting gateway may be killed at any point: each message has an id derived from its content, and the next acting
-gateway publishes again all messages that had no effect. :class:`Submissions` submits each task once, as far as the
-queue's depth shows.
+gateway publishes again all messages that had no effect. :class:`Submissions` submits a task again only if the depth of
+the queue shows that its message may be lost.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ TELL_SECONDS = 30.0
 """Seconds between two published time marks. The time from the latest event on the stream to the start of the next
 acting gateway does not count for session time limits; the marks keep this uncounted time short."""
 TOLD_PAUSE = 1.0
-"""Seconds of pauses since the last time mark from which the next mark is published at once."""
+"""If session time limits were paused for this many seconds since the last time mark, the next mark is published at
+once."""
 
 T = TypeVar("T")
 REPLAYED = ("messages", "tools", "prompt")
@@ -79,7 +80,7 @@ class ActingGateway:
     Args:
         config: The run's configuration.
         bus: A connected bus.
-        topology: The run's names.
+        topology: Names of the run's queues and exchanges.
         store: The sessions.
         agent_id: Id of the gateway.
         clock: Returns seconds since the epoch.
@@ -109,14 +110,14 @@ class ActingGateway:
         """(time, paused seconds) of the last published mark, None before the first mark."""
 
     async def run(self) -> None:
-        """Act until cancelled."""
+        """Act for the run until cancelled. The caller holds the lock."""
         if self._store.time:  # no gateway was acting since the latest event
             self._store.paused += max(0.0, self._clock() - self._store.time)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._decide(), name="decide")
             group.create_task(self._follow_results(), name="follow results")
 
-    # -- deciding
+    # -- decisions about sessions
 
     async def _decide(self) -> None:
         store = self._store
@@ -126,7 +127,9 @@ class ActingGateway:
             await store.changed.wait(TICK)
 
     async def _retry_after_outages(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Do some work, and repeat it after an outage that interrupted it; the gateway keeps serving agents."""
+        """Await ``work()``, and repeat it after an outage of the broker that interrupted it; the gateway keeps serving
+        agents.
+        """
         while True:
             try:
                 return await work()
@@ -135,8 +138,9 @@ class ActingGateway:
                 await self._bus.wait_usable()
 
     async def once(self) -> None:
-        """Publish all messages that are due now: time marks, refusals, decisions, copies of sessions that retention
-        would remove, and submissions.
+        """Publish all messages that are due now: time marks, refusals, ends of idle sessions, decisions, copies of
+        sessions that retention would remove, and submissions. Publish nothing until the stream has been read, and while
+        the broker is unavailable.
         """
         self._count_time()
         if not (self._store.is_ready() and self._bus.usable):
@@ -148,7 +152,7 @@ class ActingGateway:
         await self._carry()
         await self._submissions.submit()
 
-    # -- time
+    # -- time limits of sessions
 
     def _count_time(self) -> None:
         """Pause session time limits while the broker is unavailable or this process is suspended."""
@@ -183,10 +187,12 @@ class ActingGateway:
         await dead_letter(self._bus, self._topology, what, reason, self._id)
         await self._store.publish(SessionRefused(offset=offset, reason=reason), f"refused-{offset}")
 
-    # -- retention
+    # -- sessions that retention would remove
 
     async def _carry(self) -> None:
-        """Publish again the events of sessions that retention would remove before the sessions are settled."""
+        """Publish again the events of sessions that retention would remove before the sessions are settled. This is
+        checked once for each eighth of the retained bytes that the stream has grown.
+        """
         retained_bytes = self._topology.sessions_max_bytes
         if self._store.position - self._checked_position < retained_bytes // 8:
             return
@@ -195,8 +201,9 @@ class ActingGateway:
         if not self._may_act():
             return
         self._checked_position = self._store.position
-        # Shares of the retained bytes: 1/4 until an event is due, 1/8 until the next check, 1/4 for other sessions that
-        # are carried first (gateway.max_kept_bytes). The broker removes segments of at most 1/4.
+        # An event is carried once 1/4 of the retained bytes follow it. Up to 1/8 more may follow it until the next
+        # check, and 1/4 while other sessions are carried first (gateway.max_kept_bytes). The broker removes segments of
+        # at most 1/4, so the event is still there.
         carried = self._store.ledger.to_carry(self._checked_position - retained_bytes // 4)
         for session in carried:
             log.info("session_republished", session=session.id, events=len(session.events), bytes=session.size)
@@ -206,7 +213,7 @@ class ActingGateway:
         for submission, outcome in outcomes.items():
             await self._store.publish(outcome, f"outcome-{submission}")
         trained = {session.trained.ticket: session.trained for session in carried if session.trained is not None}
-        for trained_event in trained.values():  # these sessions may have been settled in the meantime
+        for trained_event in trained.values():  # also if their sessions were settled during the publishes above
             await self._store.publish(trained_event, _trained_id(trained_event))
 
     # -- outcomes of batches
@@ -266,7 +273,7 @@ def _incoming(event: Event, topology: Topology) -> Incoming:
 
 
 class Submissions:
-    """The tasks that the acting gateway submits to the explorer's queue.
+    """Submits the tasks of the acting gateway to the explorer's queue.
 
     A new acting gateway cannot know which of the waiting tasks were submitted. The number of tasks that it submits
     again is the number of waiting tasks minus the number of messages in the queue. The queue, which also holds the
@@ -275,7 +282,7 @@ class Submissions:
     Args:
         config: The run's configuration.
         bus: A connected bus.
-        topology: The run's names.
+        topology: Names of the run's queues and exchanges.
         store: The sessions.
     """
 
@@ -285,7 +292,9 @@ class Submissions:
         self._waiting: dict[str, None] = {}
         """Ids of submissions to publish, in order."""
         self._submitted: dict[str, float] = {}
-        """Event loop time of each submission by id, including submissions of earlier gateways."""
+        """Event loop time of each submission by id. For submissions of earlier gateways it is the time at which this
+        gateway found them.
+        """
         self._checked = self._retry_at = float("-inf")
 
     async def submit(self) -> None:
@@ -296,7 +305,7 @@ class Submissions:
             self._ledger = ledger
             ledger.take_new_tasks()
             earlier = [name for name, _ in ledger.queued() if name not in self._submitted]
-            await self._resubmit(earlier[::-1], now)  # newest first: an earlier gateway may not have reached them
+            await self._resubmit(earlier[::-1], now)  # newest first: an earlier gateway may have ended before them
         elif now - self._checked >= CHECK_SECONDS:
             self._checked = now
             queued = {name for name, _ in ledger.queued()}
@@ -308,7 +317,9 @@ class Submissions:
             await self._publish_waiting(ledger, now)
 
     async def _resubmit(self, names: Sequence[str], now: float) -> None:
-        """Schedule the first tasks of ``names`` for another publication: as many as messages must have been lost."""
+        """Schedule the first submissions of ``names`` for another publication: as many as messages must have been lost.
+        All of ``names`` count as submitted now.
+        """
         if not names:
             return
         depth = await self._bus.depth(self._topology.submitted.name) or 0
@@ -335,7 +346,8 @@ class Submissions:
     async def _publish(self, submission: str, sessions: Sequence[Session]) -> bool:
         """Publish the task of some sessions to the explorer; return False if the queue did not accept it.
 
-        The explorer accepts a submission only once. ``sessions`` is empty for a task whose outcome has arrived.
+        Return True also without a publish: ``sessions`` is empty for a task whose outcome has arrived, and sessions
+        that cannot become a task get the outcome *failed*. The explorer accepts a submission only once.
         """
         if not sessions:
             return True

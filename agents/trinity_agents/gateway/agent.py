@@ -2,7 +2,7 @@
 
 Input: HTTP requests; rewards and ends on ``sessions``; the trainer's progress on ``results``; engines' heartbeats.
 Output: HTTP responses; events on ``sessions``; tasks to ``submit``.
-Waits for: engines with weights, but never for the training.
+Waits for: the run's id in an explorer's heartbeat, and engines with weights, but never for the training.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Gateway(Agent):
     Args:
         config: The run's configuration.
         bus: A bus that is not connected yet.
-        topology: The run's names.
-        agent_id: This agent's id; the number at the end of the id is added to the port.
+        topology: Names of the run's queues and exchanges.
+        agent_id: This agent's id; the number at the end of the id is added to ``gateway.port``, unless that is 0.
         metrics: Writes metrics.
         clock: Returns seconds since the epoch.
     """
@@ -97,7 +97,7 @@ class Gateway(Agent):
         )
 
     async def serve(self) -> None:
-        """Serve until drained or the run is over."""
+        """Serve sessions until drained or the run is over."""
         self.set_state("holding", "an explorer that says which run this is")
         await self.woken.until(lambda: self.bus.run_id is not None or self.draining.is_set())
         if self.draining.is_set():
@@ -165,7 +165,7 @@ class Gateway(Agent):
         return (self.config.gateway.public_url or self.url).rstrip("/")
 
     async def _act(self, store: SessionStream) -> None:
-        """Act for the run once no other gateway holds the lock."""
+        """Act for the run once the stream has been read and no other gateway holds the lock; return if drained."""
         await store.changed.until(store.is_ready)
         self.heartbeat_now()
         if not await self.take_lock("gateway", "working", "", until=self.draining.is_set):
@@ -188,7 +188,9 @@ class Gateway(Agent):
             await self.peers.changed.wait()
 
     async def _report_metrics(self) -> None:
-        """Report the sessions' metrics with the trainer's latest step, until cancelled."""
+        """Report the sessions' metrics with the trainer's latest step, until cancelled. Only the acting gateway and
+        gateways that have had calls report.
+        """
         while True:
             await asyncio.sleep(REPORT_SECONDS)
             status, app = self.detail(), self._app
@@ -235,7 +237,7 @@ def _tls(config: Config) -> ssl.SSLContext | None:
 
 
 def main(config: Config, agent_id: str = "gateway-0") -> int:
-    """Run one gateway until the run is over; returns the exit code."""
+    """Run one gateway until the run is over or the gateway is drained; returns the exit code."""
 
     def build(bus: Bus, topology: Topology) -> Gateway:
         metrics = MetricsWriter(config.path, "gateway", agent_id, config.monitor.tensorboard)

@@ -50,7 +50,7 @@ in 32 bits."""
 BY = "by"
 """Header of an event that a gateway published again: the routing key of its first copy, if an outsider sent it."""
 PAUSED_MS = "paused-ms"
-"""Header of gateway events: milliseconds since the start of the run for which session time limits were paused."""
+"""Header of gateway events: total milliseconds for which session time limits were paused since the run began."""
 FROM_OUTSIDE = (SessionReward, SessionEnd)
 KINDS: Kinds = {
     OUTSIDE: {kind.kind: kind for kind in FROM_OUTSIDE},
@@ -96,7 +96,7 @@ class SessionStream(EventLog):
 
     Args:
         bus: A connected bus that knows its run.
-        topology: The run's names.
+        topology: Names of the run's queues and exchanges.
         record_timeout: Maximum seconds to wait for the confirm of an answer.
         tasks: Task group of publishes, which continue after the caller has stopped waiting.
         clock: Returns seconds since the epoch.
@@ -130,7 +130,7 @@ class SessionStream(EventLog):
         """Return the time for session time limits: seconds since the epoch minus the paused seconds."""
         return self._clock() - self.paused
 
-    # -- publishing
+    # -- publishing events
 
     async def open(self, opened: SessionOpened, *, at_once: bool = False) -> None:
         if at_once and not self._bus.usable:
@@ -203,6 +203,12 @@ class SessionStream(EventLog):
     ) -> None:
         """Publish an event and wait for its confirm.
 
+        Args:
+            message: The event.
+            message_id: Id of the message.
+            headers: Headers in addition to the time and the paused seconds.
+            at: Time of the event in seconds since the epoch. None: now.
+
         Raises:
             BusUnavailable: The event was not confirmed in time.
             MessageTooLarge: The event is too large.
@@ -212,7 +218,8 @@ class SessionStream(EventLog):
         await self._bus.publish_declared(self._stream, EVENT, envelope(message, message_id=message_id, headers=stamped))
 
     async def republish(self, event: Event) -> None:
-        """Publish a copy of an event that retention is about to remove; raises the errors of :meth:`publish`.
+        """Publish a copy of an event that retention is about to remove; raises the errors of :meth:`publish`, except
+        ContentError: such a copy is left out, with a warning.
 
         The time includes the pauses, so that release 0.1.0, which does not know pauses, sees the same session age.
         """
@@ -237,7 +244,12 @@ class SessionStream(EventLog):
         return True
 
     async def _store(self, message: Message, message_id: str) -> EventEffect:
-        """Publish an event and return its effect after it was read back from the stream."""
+        """Publish an event and return its effect after it was read back from the stream.
+
+        Raises:
+            SessionsUnavailable: The broker is unavailable, or the event was not read back in time.
+            EventTooLarge: The event is too large.
+        """
         if not self._bus.usable:
             await self._wait_for_broker()
         try:
@@ -264,7 +276,7 @@ class SessionStream(EventLog):
     def _refusal(self) -> str:
         return f"the broker is not available: {self._bus.trouble or 'it was away for a moment'}; retry later"
 
-    # -- reading
+    # -- reading events
 
     def _begin_after(self, cut: StreamCut) -> None:
         """Forget all sessions, because the fate of the sessions whose events were removed is unknown.
@@ -280,7 +292,7 @@ class SessionStream(EventLog):
         self.ledger.finish_reading()
         self.ledger.remember(self._earlier.values())
         self._earlier.clear()
-        self.ledger.evaluated.clear()  # already reported
+        self.ledger.evaluated.clear()  # an earlier reader has reported these rewards
         log.info("sessions_read", live=len(self.ledger.live), bytes=self.position)
         super()._finish_reading()
 
@@ -302,7 +314,9 @@ class SessionStream(EventLog):
         return None
 
     def _counted_time(self, delivery: Delivery) -> float:
-        """Return the time of a gateway's event minus the paused seconds, and update the time and the pauses."""
+        """Return the time of a gateway's event minus the seconds paused until then, and update :attr:`time` and
+        :attr:`paused` from the event.
+        """
         at, paused = _time_of(delivery), delivery.headers.get(PAUSED_MS)
         if at is None:
             return self._present_time()

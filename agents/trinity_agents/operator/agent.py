@@ -120,8 +120,8 @@ class Operator(Agent):
         """Set when no further manifest can arrive."""
 
     def detail(self) -> OperatorStatus:
-        """Return the ticket in progress with its times, and its open reviews. The explorer suspends the ticket's
-        deadline.
+        """Return the ticket in progress with its times, and its open reviews. The explorer suspends the deadline of a
+        ticket that an operator reports in progress.
         """
         reviews, review_seconds = self._chain.unanswered()
         return OperatorStatus(
@@ -133,7 +133,7 @@ class Operator(Agent):
         )
 
     async def serve(self) -> None:
-        """Process batches until drained or the run is over."""
+        """Process batches until drained, the run is over, or a restart was requested."""
         async with contextlib.AsyncExitStack() as stack:
             if self._metrics is not None:
                 stack.callback(self._metrics.close)
@@ -200,9 +200,10 @@ class Operator(Agent):
                 self.heartbeat_soon()
 
     async def _process(self, delivery: Delivery, manifest: BatchClosed) -> bool:
-        """Process a batch up to the acknowledgement; return whether its queue can be deleted.
+        """Process a batch and answer the delivery of its manifest; return whether its queue can be deleted.
 
-        A batch that cannot be processed because of its content is published as failed, which decides its ticket.
+        If the batch's content is invalid, or too many attempts failed or were lost, the batch is published as failed,
+        which decides its ticket.
         """
         limit = self.config.broker.delivery_limit
         try:
@@ -304,11 +305,11 @@ class BatchReader:
 
     Args:
         bus: A connected bus.
-        topology: The run's names.
+        topology: Names of the run's queues and exchanges.
         config: Limits of size and time.
         store: Blob store of the parts that are sent by reference.
         operator: Id of the operator, for its dead letters.
-        peers: Heartbeats of the other operators.
+        peers: Received heartbeats, which tell the work of the other operators.
         waiting: Called with a description of the missing parts while waiting, and with None when a part arrives.
     """
 
@@ -399,7 +400,7 @@ class BatchPublisher:
 
     Args:
         bus: A connected bus.
-        topology: The run's names.
+        topology: Names of the run's queues and exchanges.
         store: Blob store of the run.
         has_other_chain: Returns whether the operator's configuration differs from the explorer's.
     """
@@ -413,7 +414,7 @@ class BatchPublisher:
         """Tickets whose submitters were sent references to blobs; the sweep deletes these blobs an hour later."""
 
     async def send_requested(self, manifest: BatchClosed, parts: Mapping[PartKey, ReceivedPart]) -> None:
-        """Send submitters the requested experience parts, at least once."""
+        """Send submitters the requested experience parts, at least once. Skip submitters that cannot be reached."""
         for reply_to, message in await asyncio.to_thread(list, requested_parts(manifest, parts)):
             if not self._topology.is_reply_queue(reply_to):
                 log.warning("submitter_not_served", batch=manifest.batch, reason="reply_to names no reply queue")
@@ -476,7 +477,9 @@ class BatchPublisher:
             raise RestartRequested(f"{self._topology.ready.name} does not exist any more; a restart declares it again")
 
     async def delete_queue(self, manifest: BatchClosed) -> None:
-        """Delete the queue of a processed batch and the blobs of its parts."""
+        """Delete the queue of a processed batch, and the blobs of its parts unless submitters were sent references to
+        them.
+        """
         await asyncio.sleep(UNBOUND_BEFORE_DELETE)
         name = self._topology.batch_queue(manifest.batch, manifest.ticket).name
         try:
@@ -502,7 +505,7 @@ def empty_reason(manifest: BatchClosed, metrics: Mapping[str, float]) -> str:
 
 
 def main(config: Config, agent_id: str = "operator-0") -> int:
-    """Run one operator until the run is over; returns the exit code."""
+    """Run one operator until the run is over or the operator is drained; returns the exit code."""
 
     def build(bus: Bus, topology: Topology) -> Operator:
         metrics = MetricsWriter(config.path, "operator", agent_id, config.monitor.tensorboard)

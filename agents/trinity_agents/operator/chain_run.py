@@ -73,7 +73,7 @@ class ChainRun:
     Args:
         config: The run's configuration.
         bus: A connected bus.
-        topology: The run's names.
+        topology: Names of the run's queues and exchanges.
         store: Blob store of the run.
         peers: Heartbeats of the run's agents.
         clock: Returns seconds since the epoch.
@@ -117,8 +117,8 @@ class ChainRun:
             operator.set_reviews(self._reviews)
 
     def unanswered(self) -> tuple[int, float]:
-        """Return the number of runs that wait for a person's verdict, and the seconds until all of them get the default
-        verdict.
+        """Return the number of rollout runs that wait for a person's verdict, and the seconds until all of them get the
+        default verdict. Both are 0 if no operator asks people.
         """
         return (0, 0.0) if self._reviews is None else self._reviews.unanswered()
 
@@ -165,10 +165,11 @@ class ChainRun:
 
 
 def outcome_metrics(batch: ExperienceBatch) -> dict[str, float]:
-    """Return the spread of the rewards of runs, and the number of groups whose runs all have equal rewards.
+    """Return mean and spread of the rewards of rollout runs, and the number of groups whose runs have equal rewards.
+    Return an empty dict if no run has a finite reward.
 
-    The reward of a run is the reward of its last step. Runs without a finite reward do not count, nor do groups without
-    such a run. A group with equal rewards is ``all_correct`` if the score (:func:`scores`) of each run is above 0, and
+    The reward of a run is the reward of its last workflow step. Runs without a finite reward do not count. A group of
+    at least two runs with equal rewards is ``all_correct`` if the score (:func:`scores`) of each run is above 0, and
     ``all_wrong`` if no score is. Standard deviations are unbiased; the deviation within groups is a mean over groups of
     at least two runs.
     """
@@ -197,7 +198,7 @@ def outcome_metrics(batch: ExperienceBatch) -> dict[str, float]:
 def auxiliary_clients(
     names: Iterable[str], choose: Callable[[str], InferenceModel]
 ) -> dict[str | int, list[openai.AsyncOpenAI]]:
-    """Return a client of each auxiliary model by name; the caller closes them.
+    """Return, for each auxiliary model by name, a list with one client; the caller closes the clients.
 
     Each request is sent to the engine that serves the model at that moment, because an engine gets another address when
     it restarts. If no engine is alive, the request is retried and then fails like a request to an unreachable server:
@@ -239,11 +240,11 @@ def _to_engine_of(name: str, choose: Callable[[str], InferenceModel]) -> Callabl
 
 
 class BatchReviews:
-    """Asks people about runs of the batch in progress: implements :class:`trinity_mq.reviews.base.Reviews`.
+    """Asks people about rollout runs of the batch in progress: implements :class:`trinity_mq.reviews.base.Reviews`.
 
     Args:
         bus: A connected bus.
-        topology: The run's names.
+        topology: Names of the run's queues and exchanges.
         clock: Returns seconds since the epoch, because another operator that takes over the batch keeps the deadlines.
     """
 
@@ -302,7 +303,9 @@ class BatchReviews:
         return Answer(Decision(closed.verdict, closed.reward), closed.how == "timeout", closed.by, closed.note)
 
     async def _ask_once(self, request: ReviewRequest) -> None:
-        """Publish a request before its deadline, unless it is already on the stream."""
+        """Publish a request before its deadline, unless it is already on the stream. A failure is only logged: the
+        question then gets its default verdict.
+        """
         seconds = request.deadline - self._clock()
         try:
             async with asyncio.timeout(seconds):
@@ -337,7 +340,7 @@ class BatchReviews:
 
     async def _close(self, closing: ReviewClosed) -> ReviewClosed:
         """Publish the final answer and return the first final answer on the stream, which another operator may have
-        published.
+        published. Return ``closing`` if it cannot be published within :data:`CLOSE_WITHIN` seconds.
         """
         ledger, request = self.stream.ledger, closing.request
         if (closed := ledger.closing(request)) is not None:

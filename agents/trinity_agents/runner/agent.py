@@ -69,8 +69,8 @@ REMEMBERED = 10_000
 """Maximum number of reported slices that are remembered, because a slice is redelivered if its acknowledgement is lost.
 """
 MAX_STUCK = 16
-"""Maximum number of abandoned workflows that may still be running. With more, the runner requeues its slices and
-restarts: only the end of the process ends such threads and returns their memory.
+"""Maximum number of abandoned workflows that may still be running. With more, the runner drains and restarts: only the
+end of the process ends such threads and returns their memory.
 """
 MAX_BLOCK = 30.0
 """Seconds for which a workflow may block the event loop. After that the runner ends its own process, since it can
@@ -83,7 +83,7 @@ FINAL_FLUSH = 5.0
 EXIT_GRACE = 3.0
 """Seconds from the end of the runner to the forced end of its process, if workflows ignore their cancellation."""
 LISTED = 4
-"""Number of slices that a heartbeat lists as ``[ticket, task, first run, seconds since the start]``."""
+"""Maximum number of slices that a heartbeat lists, as ``[ticket, task, first run, seconds since the start]``."""
 IDLE_AFTER = 0.25
 """Seconds without a slice after which the heartbeat reports ``idle``."""
 
@@ -157,7 +157,7 @@ class Runner(Agent):
         self._reported: dict[SliceKey, None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._detached: set[asyncio.Task[None]] = set()
-        """Tasks of workflows that ignored their cancellation."""
+        """Asyncio tasks of slices whose workflow ignored its cancellation."""
         self._failure: BaseException | None = None
         self._restart_reason: RestartRequested | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
@@ -186,7 +186,7 @@ class Runner(Agent):
         ).model_copy(update=changed)
 
     def _holds(self) -> dict[str, list[tuple[int, int]]]:
-        """Return the (task, first run) of all slices in this runner, by ticket.
+        """Return the (task, first run) of all slices in flight in this runner or waiting for a slot, by ticket.
 
         The explorer sends a slice again if no runner lists it.
         """
@@ -202,6 +202,7 @@ class Runner(Agent):
 
         Raises:
             RestartRequested: The runner needs a fresh process.
+            Exception: The error by which the runner failed.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -251,14 +252,18 @@ class Runner(Agent):
             self.woken.notify()
 
     def restart(self, why: RestartRequested) -> None:
-        """Return unfinished slices to the queue, and end the process with a request for a restart."""
+        """Finish the slices in flight or return them to the queue, as when drained, and then request a restart of the
+        process.
+        """
         if self._restart_reason is None:
             log.info("restart_requested", runner=self.id, reason=str(why))
             self._restart_reason = why
             self.woken.notify()
 
     async def _watch(self) -> None:
-        """At every heartbeat, update the engines, stop abandoned slices and count stuck workflows."""
+        """After each received heartbeat, update the engines, stop the slices that are abandoned or belong to another
+        run, and count stuck workflows; until cancelled.
+        """
         while True:
             await self.peers.changed.wait()
             self._engines.receive()
@@ -276,7 +281,7 @@ class Runner(Agent):
         if stuck > MAX_STUCK:
             self.restart(RestartRequested(f"{stuck} abandoned workflows are still running (at most {MAX_STUCK} may)"))
 
-    # -- one slice
+    # -- executing a slice
 
     async def _handle(self, delivery: Delivery) -> None:
         if await self.drop_foreign(delivery):
@@ -296,8 +301,9 @@ class Runner(Agent):
     async def _start_group(self, delivery: Delivery, slices: list[TaskSlice]) -> None:
         """Start each slice of a message separately, as soon as it has a slot.
 
-        A redelivered message, or a message during a pause of the lane, is published again as one message per slice,
-        because only one of its slices may be tried then. An empty message is acknowledged.
+        A redelivered message, or a message during a pause of the lane, is published again as one message per slice: a
+        slice that crashes runners is then identified, and a paused lane can try a single slice. An empty message is
+        acknowledged.
         """
         group = SliceGroup(delivery, slices)
         if not slices:
@@ -309,7 +315,9 @@ class Runner(Agent):
                 self._intakes[task_slice.lane].track(self._start(self._execute_when_free(task_slice, slice_delivery)))
 
     async def _execute_when_free(self, task_slice: TaskSlice, delivery: Delivery) -> None:
-        """Wait for a slot and execute a slice. Its delivery is acknowledged or requeued."""
+        """Wait for a slot and execute a slice. Its delivery is acknowledged or requeued. A slice that this runner has
+        already reported is only acknowledged.
+        """
         # These context variables are local to the slice's own asyncio task.
         BATCH.set(task_slice.batch)
         TASK.set((task_slice.task_id, task_slice.run_base))
@@ -349,7 +357,9 @@ class Runner(Agent):
                 self._release(in_flight)
 
     def _report_to_circuit(self, in_flight: InFlightSlice, outcome: SliceOutcome | None) -> bool:
-        """Report the result of an attempt to the lane's circuit breaker; return whether to retry the slice later."""
+        """Report the result of an attempt to the lane's circuit breaker; return whether to retry the slice later.
+        ``outcome`` None: the attempt has ended without another report of its result.
+        """
         lane, circuit = in_flight.task_slice.lane, self._intakes[in_flight.task_slice.lane].circuit
         before = circuit.describe(lane)
         again = circuit.end(in_flight.key, outcome, in_flight.past.put_back, asyncio.get_running_loop().time())
@@ -392,7 +402,9 @@ class Runner(Agent):
             self.set_state("idle", "a slice")
 
     async def _slice(self, in_flight: InFlightSlice) -> None:
-        """Execute a slice. Report it as poisoned if its content is invalid or too many attempts failed or were lost."""
+        """Execute a slice. Report it as poisoned if its content is invalid or too many attempts failed or were lost.
+        Only acknowledge it if its ticket is not open any more.
+        """
         limit, past = self.config.broker.delivery_limit, in_flight.past
         try:
             if past.poisoned(limit, self._crash_notes.crashes(in_flight.name)):
@@ -416,7 +428,9 @@ class Runner(Agent):
             await self._poison(in_flight, past, dead_letter_reason(error))
 
     def _take_over(self, in_flight: InFlightSlice) -> None:
-        """Detach the task of a workflow that ignores its cancellation, and report its slice."""
+        """Detach the asyncio task of a slice whose workflow ignores its cancellation, and report the slice in another
+        asyncio task.
+        """
         intake = self._intakes[in_flight.task_slice.lane]
         intake.track(self._start(self._finish_detached(in_flight)))
         if in_flight.task is not None:
@@ -431,11 +445,12 @@ class Runner(Agent):
         finally:
             self._release(in_flight)
 
-    # -- reporting
+    # -- reporting a slice
 
     async def _finish(self, in_flight: InFlightSlice, outcome: SliceOutcome) -> None:
         """Publish the experiences, then the outcome, then acknowledge the slice. A slice to retry later is requeued
-        instead. A slice that nobody needs any more is only acknowledged, unless its partial results count.
+        instead. A slice that was stopped because nobody needs it any more is only acknowledged, unless its finished
+        runs count. If the experiences cannot be stored, the slice gets another attempt.
         """
         is_whole = len(outcome.runs) == in_flight.task_slice.repeat_times
         end: Outcome = "finished" if is_whole else "partial" if outcome.runs else "failed"
@@ -497,10 +512,10 @@ class Runner(Agent):
         while len(self._reported) > self._remembered:
             del self._reported[next(iter(self._reported))]
 
-    # -- the end
+    # -- the end of the runner
 
     async def _finish_or_give_back(self) -> None:
-        """Return slices without a slot to the queue, and wait for the slices in flight.
+        """Return the slices that wait for a slot to the queue, and wait for the slices in flight.
 
         After ``drain_timeout``, or at once after a failure, slices in flight are returned to the queue for another
         runner, or report their finished runs if partial results are requested.
@@ -578,7 +593,7 @@ class Watchdog:
 
 
 def main(config: Config, agent_id: str = "runner-0") -> int:
-    """Run one runner until the run is over; returns the exit code."""
+    """Run one runner until the run is over or the runner is drained; returns the exit code."""
     os.environ.update(config.runner.env)
     gc.freeze()  # imported objects stay for good, and a full collection over them takes 0.2 s
 

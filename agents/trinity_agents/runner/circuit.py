@@ -1,9 +1,9 @@
 """Circuit breaker of a runner's lane, for the sandboxes and services that slices use.
 
 A closed circuit lets every slice start. The circuit opens after a number of infrastructure failures in a row, and no
-slice starts during a pause. After the pause it is half-open: one slice is tried as a probe. If a run of the probe
-finishes, the circuit closes; if the probe fails in the same way, the next pause is twice as long. No I/O: callers pass
-the time.
+slice starts during a pause. After the pause it is half-open: one slice is tried as a probe. If a run of the probe, or
+of any other slice, finishes, the circuit closes; if the probe fails in the same way, the next pause is twice as long.
+No I/O: callers pass the time.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ MAX_TRIES = 16
 about 50 minutes if the same slice is tried after each pause.
 """
 LONE_ROW = 3
-"""Number of failures in a row that open the circuit if all belong to the same slice (the slice fails alone)."""
+"""Number of failures in a row that open the circuit if all belong to the same slice (the slice fails alone). If
+``runner.circuit_breaker.failures`` is lower, it applies instead."""
 OWN_FAULTS = 2
-"""Number of failed retries of a slice, with successes of other slices in between, after which the slice itself is to
-blame. A single failed retry may be due to a sandbox that is only sometimes available."""
+"""Number of failed retries of a slice after which the slice itself is to blame. Only a retry counts before which
+another slice has succeeded since the failure. A single such retry may be due to a sandbox that is only sometimes
+available.
+"""
 REMEMBERED = 10_000
 """Maximum number of requeued slices remembered; another runner may have taken a requeued slice."""
 NO_EVIDENCE = frozenset({"timeout", "engine", "process", "stopped"})
@@ -57,8 +60,8 @@ class CircuitBreaker:
         self._kind = self._reason = ""
         self._last_success = -math.inf
         self._requeued: dict[Hashable, tuple[float, int]] = {}
-        """(time of the last failure here, number of retries with successes of other slices in between), by requeued
-        slice."""
+        """(time of the last failure in this runner, number of failed retries before which another slice had succeeded),
+        by requeued slice."""
         self.pauses = 0
         """Number of times that the circuit opened."""
         self.probes = 0
@@ -74,11 +77,15 @@ class CircuitBreaker:
         return self._until is None or (self._probe is None and now >= self._until)
 
     def seconds_left(self, now: float) -> float | None:
-        """Return the seconds until a slice may be started; None while a probe is running, whose result decides."""
+        """Return the seconds until a slice may be started, 0 if it may now; None while a probe is running, whose result
+        decides.
+        """
         return None if self._probe is not None else 0.0 if self._until is None else max(0.0, self._until - now)
 
     def begin(self, slice_key: Hashable, now: float) -> bool:
-        """Return whether the slice may be started; in a half-open circuit the slice becomes the probe."""
+        """Return whether the slice may be started. If it may, and the circuit is not closed, the slice becomes the
+        probe.
+        """
         if not self.admits(now):
             return False
         if self._until is not None:
@@ -88,13 +95,14 @@ class CircuitBreaker:
     def end(self, slice_key: Hashable, outcome: SliceOutcome | None, put_back: int, now: float) -> bool:
         """Record the result of an attempt of a slice; return whether to retry the slice later.
 
-        A slice is not retried if other slices succeeded between its attempts on this runner :data:`OWN_FAULTS` times,
-        or once if it fails alone: then the slice itself is to blame, and its failure does not count for the lane. It is
-        also not retried at its limit of attempts, which is lower if it fails alone.
+        A slice is retried after an infrastructure failure (:func:`is_infrastructure`), with two exceptions. While the
+        circuit is closed, it is not retried if other slices succeeded between its attempts on this runner
+        :data:`OWN_FAULTS` times, or once if it fails alone: then the slice itself is to blame, and its failure does not
+        count for the lane. It is also not retried at its limit of attempts, which is lower if it fails alone.
 
         Args:
             slice_key: The slice.
-            outcome: The result; None if it is unknown, for example if the slice was cancelled.
+            outcome: The result; None if it is unknown, for example if the slice was cancelled, or already recorded.
             put_back: Number of earlier infrastructure failures of the slice on any runner.
             now: Current time in seconds.
         """
@@ -151,7 +159,7 @@ class CircuitBreaker:
             self._until = now + self._pause
         if tries >= (self._config.tries_alone if alone else self._max_tries):
             if alone and self._until is not None:
-                self._pause, self._until = PAUSE, now  # the other slices need not wait for it
+                self._pause, self._until = PAUSE, now  # the pause was due to this slice only
             return False
         self._requeued[slice_key] = now, own_faults
         if len(self._requeued) > REMEMBERED:

@@ -22,11 +22,12 @@ CANCELLED: Final = "its result is not needed any more"
 PREEMPTED: Final = "its runner was stopped"
 OVERDUE: Final = "it exceeded its time limit"
 STOPPED: Final = "stopped"
-"""Failure kind of a slice that was stopped from outside, so that the failure is not the slice's own."""
+"""Failure kind of a slice that was stopped because its result is not needed or its runner ends, so that the failure is
+not the slice's own."""
 
 
 class InFlightSlice:
-    """One slice, from its delivery until it is reported."""
+    """One slice in a runner, from the time at which it gets a slot until its delivery is answered."""
 
     def __init__(self, task_slice: TaskSlice, delivery: Delivery, attempt: str) -> None:
         loop = asyncio.get_running_loop()
@@ -59,7 +60,9 @@ class InFlightSlice:
         return asyncio.get_running_loop().time() - self.started
 
     def end(self, why: str) -> bool:
-        """Cancel the workflow; return False if it is not running or already cancelled."""
+        """Cancel the workflow for the reason ``why``; return False if it is not running or was already cancelled by
+        this method.
+        """
         if not self.running or self.why is not None or self.task is None:
             return False
         self.why = why
@@ -93,7 +96,7 @@ class OpenTickets:
 
 
 class SliceGroup:
-    """A delivery of several slices.
+    """Answers a delivery of several slices once each of its slices was answered.
 
     Args:
         delivery: The delivery.
@@ -111,7 +114,8 @@ class SliceGroup:
         return [(task_slice, _SliceDelivery(self, self._delivery, task_slice)) for task_slice in self._slices]
 
     async def publish_separately(self, bus: Bus) -> None:
-        """Publish each slice in a separate message, with headers about earlier deliveries, then acknowledge the group.
+        """Publish each slice in a separate message, with headers about earlier deliveries, then acknowledge the
+        delivery of all of them. If a message is not accepted, requeue the delivery instead.
 
         If a slice has crashed the runners that had the message, it is then identified and does not affect the other
         slices. If this process dies before the acknowledgement, slices are delivered twice, and the readers of results

@@ -48,7 +48,7 @@ class LaneIntake:
         """True while consuming, when a requeued delivery may be redelivered to this runner at once."""
 
     async def run(self) -> None:
-        """Take slices until the runner's work is over."""
+        """Take slices until ``is_over`` returns True."""
         clock = asyncio.get_running_loop().time
         while not self._is_over():
             if not self._work:
@@ -68,7 +68,7 @@ class LaneIntake:
         self._work.discard(task)
 
     async def close(self) -> None:
-        """Close the stopped consumers; their unanswered deliveries return to the queue."""
+        """Close the consumers that receive no more; their unanswered deliveries return to the queue."""
         while self._stopped:
             await self._stopped.pop().close()
 

@@ -72,7 +72,7 @@ def child_main(pipe: Connection, body: bytes, config_json: str, grace: float) ->
 
 
 def _die_with_parent(seconds: float) -> None:
-    """Make this process end with its runner and after ``seconds``, even if it hangs inside C code."""
+    """Make this process end with its runner, and at the latest after ``seconds``, even if it hangs inside C code."""
     os.setsid()  # processes that the slice starts join this group and can be killed with it
     die_with_parent(os.getppid(), signal.SIGKILL)  # the fork server
     signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -98,13 +98,15 @@ class ProcessPool:
         return results.outcome(seconds)
 
     async def close(self) -> None:
-        """Kill all running processes; each running :meth:`run` raises ChildDied."""
+        """Kill all running processes; each :meth:`run` that has a process raises ChildDied."""
         for child in list(self._children):
             child.kill()
 
 
 class _Child:
-    """One process with its pipe; answers the requests of the process. Methods block, except :meth:`kill`."""
+    """One process with its pipe; answers the requests of the process. :meth:`start` and :meth:`follow` block, so they
+    are called on threads.
+    """
 
     def __init__(
         self,

@@ -69,7 +69,7 @@ class ResultPublisher:
 
     Args:
         bus: A bus that is connected before the first publish.
-        topology: The run's names.
+        topology: Names of the run's queues and exchanges.
         config: Size limits and compression.
         store: Blob store for content that is too large for a message.
         runner: Id of the runner.
@@ -175,7 +175,8 @@ class ResultPublisher:
         return result if taken else self.result(in_flight, "late", message="its batch is closed")
 
     async def report(self, in_flight: InFlightSlice, result: TaskResult) -> None:
-        """Publish the result with a confirm; a result that does not fit into a message is published as *failed*.
+        """Publish the result with a confirm. A result that does not fit into a message is published without its
+        answers, and if that is not enough, or a message cannot carry its content, as *failed*.
 
         Raises:
             RestartRequested: The stream of results does not exist.
@@ -199,7 +200,7 @@ class ResultPublisher:
             )
 
     async def close(self) -> None:
-        """Drop all content that is not published yet."""
+        """Drop all content that is not published yet; callers that wait for it are cancelled."""
         await self._shared_parts.close()
         await self._results.close()
 
@@ -235,7 +236,9 @@ class ResultPublisher:
         return True
 
     async def _taken(self, in_flight: InFlightSlice, publish: Callable[[], Awaitable[bool]]) -> bool:
-        """Publish until the batch queue takes the message; return False if the slice is not wanted any more."""
+        """Publish until the batch queue takes the message. Return False if the slice is not wanted any more, or if the
+        queue has not taken the message within the slice's time limit.
+        """
         task_slice, loop = in_flight.task_slice, asyncio.get_running_loop()
         give_up = loop.time() + task_slice.slice_timeout
         replaced = False
@@ -300,7 +303,8 @@ class ResultPublisher:
 
 
 def max_encoded_size(experiences: Sequence[Experience]) -> int:
-    """Return an upper bound of the encoded bytes, with at least ``EXPERIENCE_COST`` per experience.
+    """Return a cheap estimate of the encoded bytes, with at least ``EXPERIENCE_COST`` per experience. A character of a
+    text counts as one byte.
 
     The result is more than ``SHARED`` if no cheap estimate is possible.
     """
@@ -328,8 +332,8 @@ def max_encoded_size(experiences: Sequence[Experience]) -> int:
 
 
 class BatchedPublish(Generic[Key, Item, Answer]):
-    """Batches items per key: items that arrive during a call are processed by the next call. An item that arrives while
-    no call is running is processed after ``linger_seconds``, by default at once.
+    """Batches items per key: items that arrive during a call are processed by the next call. Each call is made after
+    ``linger_seconds``, by default at once.
 
     Args:
         call: Processes several items of one key. It returns an answer or an exception for each item. If it raises, its
@@ -353,7 +357,9 @@ class BatchedPublish(Generic[Key, Item, Answer]):
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def publish(self, key: Key, item: Item) -> Answer:
-        """Process ``item`` in a batch and return its answer. A cancelled caller does not learn the outcome."""
+        """Process ``item`` in a batch and return its answer, or raise its exception. A cancelled caller does not learn
+        the outcome.
+        """
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         if key in self._waiting:
             self._waiting[key].append((item, future))

@@ -20,7 +20,8 @@ from trinity_mq.runtime.deliveries import CrashLog
 log = structlog.get_logger(__name__)
 
 ISOLATED_MARGIN = START_LIMIT + 2 * GRACE
-"""Extra seconds after a slice's time limit for a slice in a separate process."""
+"""Extra seconds after a slice's time limit for a slice in a separate process: for the start of the process and its
+grace time."""
 MAX_ISOLATED = 2
 """Maximum number of slices with a suspect earlier delivery that run in child processes at a time. Such slices are rare,
 and each process has to import the workflows again.
@@ -62,8 +63,8 @@ class SliceExecutor:
         self._processes = isolated or ProcessPool(runner.concurrency + runner.eval_slots)
 
     async def execute(self, in_flight: InFlightSlice) -> SliceOutcome | None:
-        """Return the outcome of the workflow; None if the workflow was detached, so that another task reports the
-        slice.
+        """Execute the workflow of a slice and return its outcome. If it was stopped, the outcome has the runs that had
+        finished. Return None if the workflow was detached, so that another asyncio task reports the slice.
 
         Raises:
             ChildDied: The workflow's process ended without an outcome.

@@ -1,5 +1,5 @@
-"""Whole runs in one process, on an in-memory broker and in virtual time: a harness for tests, and an explorer of seeded
-fault schedules (``python -m trinity_agents.simulation``).
+"""Whole runs in one process, on an in-memory broker and in virtual time: a harness for tests, and a command that plays
+fault schedules drawn from seeds (``python -m trinity_agents.simulation``).
 """
 
 from trinity_agents.simulation.harness import (

@@ -70,8 +70,9 @@ class Coverage:
     """Counts, for each transition, the seeds that reached it."""
 
     states: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: STATES)
-    """All states of each machine."""
+    """The states to reach, by machine."""
     seeds: int = 0
+    """Number of seeds played."""
     seen: Counter[Transition] = field(default_factory=Counter)
     """Number of seeds that reached each transition."""
 
@@ -99,8 +100,8 @@ class Coverage:
         ]
 
     def rows(self) -> Iterator[tuple[str, str, str]]:
-        """Yield (machine, state, origins) for each state. The origins list the preceding states with their seed
-        counts.
+        """Yield (machine, state, origins) for each state in :attr:`states` and each other reached state. The origins
+        list the preceding states with their seed counts.
         """
         for machine, states in self.states.items():
             for state in (*states, *sorted(self.reached(machine) - set(states))):
@@ -146,7 +147,7 @@ class Observer:
             yield
 
     def read(self, messages: Iterable[Message]) -> None:
-        """Record the transitions of tickets, slices and fetches from the messages of a run, given in order."""
+        """Record the transitions of tickets, slices and catch-up fetches from the messages of a run, given in order."""
         reader = _Reader(self.note)
         for message in messages:
             reader.read(message)
@@ -164,7 +165,7 @@ class _Reader:
         self._states: dict[tuple[str, object], str] = {}
         """Current state by (machine, key)."""
         self._fetches: dict[str, int] = {}
-        """Current attempt by member."""
+        """Latest fetch attempt by member."""
 
     def read(self, message: Message) -> None:
         if isinstance(message, TaskSlice | TaskSlices):
@@ -195,7 +196,7 @@ class _Reader:
         self._enter("slice", key, "published again" if is_repeated else "published")
 
     def _fetch(self, event: SyncEvent) -> None:
-        """Track the fetches of the committed version by members. These events have epoch 0."""
+        """Track the catch-up fetches, by which members get the committed version. Their events have epoch 0."""
         after = {"prepare": "fetching", "commit": "fetched", "abort": "broken off"}.get(event.verb)
         for member in event.members if after is not None else ():
             if event.verb == "prepare":

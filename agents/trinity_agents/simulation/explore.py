@@ -1,4 +1,4 @@
-"""Explores schedules: plays seeds, checks the invariants, and shrinks failing schedules."""
+"""Explores fault schedules: plays the schedules of seeds, checks the invariants, and shrinks failing schedules."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ class ScheduleOutcome:
 
 
 def play_schedule(schedule: FaultSchedule | int, kind: type[ScheduledRun] | None = None) -> ScheduleOutcome:
-    """Play a schedule, or the schedule of a seed, and check the invariants."""
+    """Play a schedule, or the schedule of a seed, and check the invariants. ``kind`` is the class of the run; None: the
+    class for the schedule's mode.
+    """
     schedule = draw(schedule) if isinstance(schedule, int) else schedule
     if kind is None:
         kind = ScheduledRun if schedule.sessions is None else SessionRun
@@ -102,8 +104,8 @@ def minimize_faults(failed: ScheduleOutcome, kind: type[ScheduledRun] | None = N
 
 
 def explore(seeds: Iterable[int], *, sessions: bool = False) -> tuple[Coverage, list[ScheduleOutcome]]:
-    """Play seeds one after another. Return (the reached states, the failed runs). ``sessions`` selects runs with
-    sessions.
+    """Play the schedules of seeds one after another. Return (the reached states, the outcomes with violations).
+    ``sessions`` selects runs with sessions.
     """
     coverage, failed = Coverage(states=ALL_STATES if sessions else STATES), []
     for seed in seeds:
@@ -117,13 +119,14 @@ def explore(seeds: Iterable[int], *, sessions: bool = False) -> tuple[Coverage, 
 def explore_in_processes(
     seeds: Sequence[int], workers: int, done: Callable[[int, list[ScheduleOutcome]], None], *, sessions: bool = False
 ) -> tuple[Coverage, list[ScheduleOutcome]]:
-    """Play seeds in ``workers`` processes. Return (the reached states, the failed runs).
+    """Play the schedules of seeds in ``workers`` processes. Return (the reached states, the outcomes with violations).
 
     Args:
         seeds: The seeds.
         workers: Number of processes.
         sessions: True for runs with sessions.
-        done: Called after each chunk with the number of seeds played so far and the failed runs of the chunk.
+        done: Called after each chunk of seeds with the number of seeds played so far and the outcomes with violations
+            of the chunk.
     """
     coverage, failed, count = Coverage(states=ALL_STATES if sessions else STATES), [], 0
     chunks = [list(chunk) for chunk in _chunks(seeds)]

@@ -1,5 +1,5 @@
-"""A bus connection that injects a schedule's faults into one life of an agent. At the points that the agent passes, it
-may be killed, frozen or delayed, or publish twice.
+"""A bus connection that injects a schedule's faults into one life of an agent. At the fault points that the agent
+passes, it may be killed, frozen or delayed, or publish twice.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NOTICED = 20.0
 RECONNECT = 0.05
 """Seconds that a client needs to reconnect."""
 REPEAT_SECONDS = (0.0, 0.1, 0.3)
-"""Seconds after which a publisher repeats an unconfirmed message."""
+"""Possible seconds after which a publisher repeats an unconfirmed message."""
 MOST_LATE = 1.0
 """Maximum seconds by which jitter delays a delivery."""
 TRAIL = 60
@@ -45,7 +45,9 @@ PointFault = Kill | Freeze | LostConfirm | Delay
 
 
 class Faults:
-    """The connection faults of a schedule, the number of points that each role has passed, and the recorded events."""
+    """The connection faults of a schedule, the number of fault points that each role has passed, and the last events of
+    the run.
+    """
 
     def __init__(self, schedule: FaultSchedule) -> None:
         self.dice = random.Random(f"{schedule.seed}/run")
@@ -55,7 +57,7 @@ class Faults:
         self.hits: list[tuple[str, float]] = []
         """(role, virtual time in seconds at which the fault is over) of each fault that happened at a point."""
         self.passed: Counter[str] = Counter()
-        """Number of passed points by role."""
+        """Number of passed fault points by role."""
         self._due: defaultdict[str, dict[int, list[PointFault]]] = defaultdict(dict)
         jitter = [fault for fault in schedule.faults if isinstance(fault, Jitter)]
         self._late_share, self._mean_delay = max(((fault.share, fault.mean) for fault in jitter), default=(0.0, 1.0))
@@ -71,13 +73,13 @@ class Faults:
         self.trail.append((asyncio.get_running_loop().time(), who, text))
 
     def next_point(self, role: str) -> list[PointFault]:
-        """Count a point of a role and return the faults that happen there."""
+        """Count a fault point of a role and return the faults that happen there."""
         point = self.passed[role]
         self.passed[role] = point + 1
         return self._due[role].pop(point, [])
 
     def next_delay(self) -> float:
-        """Return the delay of the next operation in seconds, mostly 0."""
+        """Draw the delay of the next operation or delivery in seconds; 0 unless jitter hits it."""
         return (
             self.dice.expovariate(1 / self._mean_delay)
             if self._late_share and self.dice.random() < self._late_share
@@ -85,7 +87,7 @@ class Faults:
         )
 
     def is_repeated(self) -> bool:
-        """Return whether the next publish loses its confirm."""
+        """Draw whether the next publish loses its confirm."""
         return bool(self._repeat_share) and self.dice.random() < self._repeat_share
 
 
@@ -170,7 +172,9 @@ class FaultyBus(MemoryBus):
             self.reconnect_in(RECONNECT)  # the agent must first notice the lost connection
 
     async def point(self, name: str) -> None:
-        """Inject the faults that are due at this point. Code of a killed agent waits here forever."""
+        """Pass a fault point called ``name``: inject the faults that are due there. Code of a killed agent waits here
+        forever.
+        """
         if self.dead:
             await forever()
         for fault in self.faults.next_point(self.role):
@@ -197,7 +201,7 @@ class FaultyBus(MemoryBus):
     async def publish(
         self, exchange: str, routing_key: str, envelope: Envelope, *, timeout: float | None = None
     ) -> bool:
-        """Publish a message, possibly late and possibly twice."""
+        """Publish a message, possibly late and possibly twice. Messages of kinds in :data:`QUIET` have no faults."""
         if envelope.kind in QUIET:
             return await super().publish(exchange, routing_key, envelope, timeout=timeout)
         await self.point(f"before publishing {envelope.kind}")
@@ -252,7 +256,7 @@ class FaultyBus(MemoryBus):
 
 class LateConsumer(Consumer):
     """A consumer with late deliveries. The agent passes a fault point when a delivery that it awaits arrives, and two
-    fault points when it acknowledges a delivery of a queue.
+    fault points when it acknowledges a delivery of a queue that is not a stream.
     """
 
     def __init__(self, bus: FaultyBus, consumer: Consumer) -> None:
@@ -278,7 +282,7 @@ class LateConsumer(Consumer):
         await self._consumer.stop()
 
     async def close(self) -> None:
-        """Return unacknowledged deliveries to the queue."""
+        """Close the consumer; its unacknowledged deliveries return to the queue."""
         await self._consumer.close()
 
     def _hand_over(self, delivery: Delivery) -> Delivery:

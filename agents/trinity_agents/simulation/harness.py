@@ -25,7 +25,7 @@ from trinity_mq.testing.fakes import FakeChannel, FakeEngine, FakeLearner, FakeR
 
 M = TypeVar("M", bound=Message)
 RECORDED = "recorded"
-"""Name of the queue, without the run's prefix, that keeps a copy of each message."""
+"""Name of the queue, without the run's prefix, that keeps a copy of each message of the recorded exchanges."""
 
 
 NOT_MESSAGES = {"experience_chunk", "experience_part", "unknown"}
@@ -78,7 +78,7 @@ class Simulation:
     engine: FakeEngine = field(default_factory=FakeEngine)
     channel: Any = field(default_factory=FakeChannel)
     reports: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-    """(step, metrics) pairs in the order in which they were written."""
+    """(step, metrics) pairs of all agents, in the order of their writing."""
     operators: int = 1
     """Number of operator processes."""
     eval_sets: dict[str, list[TaskBody]] = field(
@@ -161,12 +161,12 @@ class Simulation:
         return explorer
 
     async def runner(self, bus: Any, topology: Topology) -> None:
-        """Run slices until cancelled."""
+        """Run slices with a fake runner, on the bus of the agent that calls this method, until cancelled."""
         work = FakeRunner(bus, topology, lambda: self.engine.snapshot.version, self.runner_seconds, self.spoil)
         await work.run()
 
     def make_runner(self, agent_id: str = "runner-0") -> FakeRunnerAgent:
-        """Return an agent that runs slices as a runner does."""
+        """Return an agent that takes slices as a runner does, and runs them with :meth:`runner`."""
         return FakeRunnerAgent(self.config, bus=self.bus(), topology=self.topology, agent_id=agent_id, work=self.runner)
 
     def make_operator(self, number: int = 0) -> Operator:
@@ -190,10 +190,10 @@ class Simulation:
         """Run until every agent has ended.
 
         Args:
-            trainer: Runs instead of the default trainer.
-            runners: Runs instead of the default runner.
-            explorer: Runs instead of the default explorer.
-            beside: Runs next to the agents. The run waits for its end.
+            trainer: Awaited instead of the default trainer's ``run()``.
+            runners: Awaited instead of the default runner's ``run()``.
+            explorer: Awaited instead of the default explorer's ``run()``.
+            beside: Awaited concurrently with the agents.
 
         Raises:
             ExceptionGroup: An agent failed.
@@ -219,11 +219,13 @@ class Simulation:
         return self.explorers[-1]
 
     def values(self, name: str) -> list[tuple[int, float]]:
-        """Return one metric's (step, value) pairs in the order in which they were written."""
+        """Return the (step, value) pairs of the metric ``name`` in the order of their writing."""
         return [(step, values[name]) for step, values in self.reports if name in values]
 
     def evaluated_steps(self) -> list[int]:
-        """Return the steps whose evaluations were reported, in order."""
+        """Return the labels of the evaluations of the set ``held`` that were reported, in order. A label is a number of
+        closed batches.
+        """
         return [step for step, _ in self.values("eval/held/finished_task_count")]
 
     def state(self) -> ExplorerState:
@@ -237,21 +239,19 @@ class Simulation:
         return bus
 
     async def record_messages(self) -> None:
-        """Record a copy of every message that is published to the exchanges in :attr:`recorded` from now on."""
+        """Keep a copy of every message that is published to the exchanges in :attr:`recorded` from now on."""
         bindings = tuple(Binding(self.topology.exchange(name), "#") for name in self.recorded)
         bus = await self.client()
         await bus.declare(*self.topology.durable, Queue(name=self.topology.prefix + RECORDED, bindings=bindings))
 
     def published(self, kind: type[M]) -> list[M]:
-        """Return every published control message of a kind, in order. A message with several results is split into
-        single results.
+        """Return every recorded control message of class ``kind``, in order. A message with several results is split
+        into single results.
         """
         return [message for message in self.messages() if isinstance(message, kind)]
 
     def messages(self) -> list[Message]:
-        """Return every published control message, in order. A message with several results is split into single
-        results.
-        """
+        """Return every recorded control message, in order. A message with several results is split into its results."""
         messages: list[Message] = []
         for stored in self.waiting_in(RECORDED):
             if stored.content_type != EXPERIENCES and stored.headers.get("kind") not in NOT_MESSAGES:
@@ -290,7 +290,7 @@ class Simulation:
         await bus.close()
 
     async def replies(self, name: str = "tmq.sim.replies.submit.test") -> list[Message]:
-        """Return the messages that wait in a reply queue."""
+        """Return the messages that wait in the reply queue ``name``."""
         return [decode_any(stored.body, stored.content_type) for stored in self._queue(name)]
 
 
@@ -303,8 +303,8 @@ async def killed(task: asyncio.Task[Any]) -> bool:
 
 
 def kill_and_replace_trainer(sim: Simulation, after: float) -> Callable[[], Awaitable[None]]:
-    """Return a ``trainer`` for :meth:`Simulation.run` that is killed after ``after`` seconds and replaced 2 seconds
-    later.
+    """Return a ``trainer`` for :meth:`Simulation.run` that is killed after ``after`` seconds, unless it has ended by
+    then, and replaced 2 seconds later.
     """
 
     async def run() -> None:

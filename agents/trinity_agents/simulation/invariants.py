@@ -1,4 +1,4 @@
-"""Invariants that hold at the end of every run, even after faults. Each invariant yields its violations."""
+"""Invariants that hold at the end of every run, even after faults. The check of an invariant yields its violations."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ GIVEN_UP = {"failed", "gone"}
 
 
 class Evidence:
-    """Evidence that a run has left behind. Each part is computed once."""
+    """Evidence that a run has left behind: its messages, its saved state and its history."""
 
     def __init__(self, run: ScheduledRun) -> None:
         self.run, self.settings = run, run.schedule.settings
         self.messages: list[Message] = run.messages()
-        """Every published control message, in order."""
+        """Every recorded control message, in order."""
 
     @cached_property
     def state(self) -> ExplorerState:
@@ -104,7 +104,7 @@ class Evidence:
 
     @cached_property
     def given_up(self) -> set[str]:
-        """Tickets of batches that were given up."""
+        """Tickets of batches that operators gave up: published as failed or gone."""
         return {
             message.ticket for message in self.messages if isinstance(message, BatchReady) and message.state in GIVEN_UP
         }
@@ -149,7 +149,9 @@ def one_manifest(evidence: Evidence) -> Faults:
 
 
 def one_outcome(evidence: Evidence) -> Faults:
-    """Check that each slice has one outcome, and that each run that does not fail is accepted once or was cut off."""
+    """Check that each slice has one outcome, and that each rollout run that does not fail is accepted once or was cut
+    off.
+    """
     settings, fails = evidence.settings, evidence.run.workflows.fails
     cut_short = evidence.run.workflows.cut_short | evidence.run.pool.cut_short
     incomplete = {
@@ -190,9 +192,9 @@ def one_outcome(evidence: Evidence) -> Faults:
 def each_task_once(evidence: Evidence) -> Faults:
     """Check that each batch is opened once and that each task of the taskset is in one batch.
 
-    A task is in a second batch only if it was returned to the taskset, and at most once. A task may be in no batch only
-    if its batch was cut off before any slice of the task was published. The explorer must then have returned it to the
-    taskset after the last batch was opened, or it must have been cut off in a second batch too.
+    A task is in a second batch only if it was requeued, and at most once. A task may be in no batch only if its batch
+    was cut off before any slice of the task was published. The explorer must then have requeued it after the last batch
+    was opened, or it must have been cut off in a second batch too.
     """
     tickets: defaultdict[int, set[str]] = defaultdict(set)
     places: defaultdict[int, dict[int, tuple[str, int]]] = defaultdict(dict)
@@ -210,7 +212,7 @@ def each_task_once(evidence: Evidence) -> Faults:
         lost[batch] = min(settings.tasks - len(published), manifest.outcomes.get("cancelled", 0) // per_task)
     skipped = sorted(set(range(max(places, default=-1))) - set(places))
     for number in skipped:
-        # Batches take tasks in order, but a batch may take fewer new tasks if it also takes returned tasks.
+        # Batches take tasks in order, but a batch may take fewer new tasks if it also takes requeued tasks.
         earliest = number // settings.tasks + 1
         latest = min(min(placements) for later, placements in places.items() if later > number)
         losing = next((batch for batch in range(earliest, latest + 1) if lost.get(batch, 0) > 0), None)
@@ -235,8 +237,9 @@ def each_task_once(evidence: Evidence) -> Faults:
 
 
 def processed_as_listed(evidence: Evidence) -> Faults:
-    """Check that the deciding set of a batch holds each experience listed in the manifest once, and no other
-    experience.
+    """Check that the deciding set of a batch holds each experience listed in the manifest once, except of groups that
+    are too small, and no other experience. A batch that was given up has none, and is given up only if the settings
+    allow this.
     """
     yield from as_in_manifest(evidence, evidence.run.config.algorithm.effective_min_group_runs)
     for batch, (ready, experiences) in evidence.processed.items():
@@ -251,12 +254,13 @@ def processed_as_listed(evidence: Evidence) -> Faults:
 
 
 def as_in_manifest(evidence: Evidence, least: int, *, once: bool = True) -> Faults:
-    """Check that the deciding set of each batch holds experiences of all runs in its manifest, and of no other runs.
+    """Check that the deciding set of each batch holds experiences of all rollout runs in its manifest, and of no other
+    runs. Of a batch that was given up, only the ticket is checked.
 
     Args:
-        evidence: The evidence of the run.
-        least: Minimum number of runs in a group; smaller groups are left out of the set.
-        once: True if each run has a single experience, so that a second experience is a violation.
+        evidence: The evidence of the simulated run.
+        least: Minimum number of rollout runs in a group; smaller groups are left out of the set.
+        once: True if each rollout run has a single experience, so that a second experience is a violation.
     """
     if sorted(evidence.processed) != sorted(evidence.manifest):
         yield f"batches that were decided: {sorted(evidence.processed)}"
@@ -374,7 +378,7 @@ def tokens_of_their_weights(evidence: Evidence, version_of: Callable[[int], Vers
 
 
 def sampled(experience: Experience) -> list[tuple[int, int]]:
-    """Return (token, place) for the tokens of an experience that an engine sampled."""
+    """Return (token, position after the prompt) for the tokens of an experience that an engine sampled."""
     tokens = [int(token) for token in experience.tokens[experience.prompt_length :]]
     mask = [True] * len(tokens) if experience.action_mask is None else [bool(flag) for flag in experience.action_mask]
     return [(token, position) for position, (token, is_own) in enumerate(zip(tokens, mask, strict=True)) if is_own]
@@ -471,5 +475,5 @@ NO_ERROR = "the simulation works"
 
 
 def violations(evidence: Evidence) -> list[tuple[str, str]]:
-    """Return the violations as pairs of (invariant name, description)."""
+    """Check all invariants; return the violations as pairs of (invariant name, description)."""
     return [(name, text) for name, check in INVARIANTS.items() for text in check(evidence)]

@@ -20,7 +20,7 @@ LENGTH = 12.0
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Configuration of a run and behaviour of its workflows."""
+    """Configuration of a simulated run and behaviour of its workflows."""
 
     style: Style
     interval: int
@@ -33,9 +33,9 @@ class Settings:
     tasks: int
     """Tasks per batch."""
     repeat: int
-    """Runs per task."""
+    """Rollout runs per task."""
     slice_runs: int
-    """Maximum runs per slice."""
+    """Maximum rollout runs per slice."""
     operators: int
     engines: int
     """Number of policy engines. The first two belong to the explorer, a third has its own host."""
@@ -47,16 +47,16 @@ class Settings:
     """Slices in flight per runner."""
     step_seconds: float
     token_seconds: float
-    """Seconds per sampled token. A run samples two tokens."""
+    """Seconds per sampled token. A rollout run samples two tokens."""
     delivery_limit: int
     operator_deadline: float
     batch_timeout: float
     standby: bool
     """True if a second explorer waits for the lock of the first."""
     failing: float
-    """Fraction of runs whose workflow fails on every attempt."""
+    """Fraction of rollout runs whose workflow fails on every attempt."""
     empty: float
-    """Fraction of slices whose runs all end without an experience."""
+    """Fraction of slices whose rollout runs all end without an experience. The stand-ins do not use it yet."""
     crashing: float
     """Fraction of attempts in a child process that kill the process."""
 
@@ -211,7 +211,7 @@ class StaleWeightsFault:
 
 @dataclass(frozen=True, slots=True)
 class BrokenTransfer:
-    """The ``n``-th broadcast of weights breaks after the engines have received a part."""
+    """The broadcast of the ``n``-th offer of weights breaks after the engines have received a part."""
 
     n: int
 
@@ -258,11 +258,12 @@ class SessionLoad:
     grouped: bool
     """True if sessions are compared with each other, in groups of ``Settings.repeat`` sessions."""
     users: int
-    """Number of user programs. Each has its sessions one after another."""
+    """Number of user programs."""
     sessions: int
-    """Sessions per user."""
+    """Number of sessions, or with ``grouped`` of groups of concurrent sessions, that each user has one after another.
+    """
     within: float
-    """Seconds within which users start."""
+    """Seconds from the start of the run within which users start."""
     idle_ttl: float
     reward_ttl: float
     record_timeout: float
@@ -271,10 +272,10 @@ class SessionLoad:
     noise: float
     """Interval in seconds between evaluated sessions that fill the stream. 0: no such sessions."""
     parked: int
-    """Number of users whose first session is rewarded only after retention has cut the stream."""
+    """Number of users whose first session or group is rewarded only after retention has cut the stream."""
 
     def gateway(self, repeat: int) -> dict[str, Any]:
-        """Return the configuration section ``gateway``."""
+        """Return the configuration section ``gateway``. ``repeat`` is the size of a group."""
         size = {"group_size": repeat} if self.grouped else {}
         ttl = {"idle_ttl": self.idle_ttl, "reward_ttl": self.reward_ttl, "record_timeout": self.record_timeout}
         return {"port": 0, "batch_wait": 3.0, "not_ready_timeout": 20.0, **ttl, **size}

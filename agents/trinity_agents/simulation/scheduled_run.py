@@ -1,4 +1,4 @@
-"""One whole run under a schedule. Every agent is real and is restarted after each death."""
+"""One whole run under a fault schedule. Every agent is real and is restarted after each death."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ T = TypeVar("T")
 
 
 class RunHung(Exception):
-    """The run was not over in time. The message lists each waiting agent and the agent that it waits for."""
+    """The run was not over in time. The message lists each running agent with the reason why it waits, and the shared
+    queues that hold messages.
+    """
 
 
 class AgentFailed(Exception):
@@ -78,7 +80,7 @@ class AgentFailed(Exception):
 
 @dataclass
 class ScheduledRun(Simulation):
-    """A run under a schedule. Tests subclass it to break rules on purpose."""
+    """A whole run under a fault schedule. Tests subclass it to break rules on purpose."""
 
     schedule: FaultSchedule = field(kw_only=True)
     observer: Observer = field(default_factory=Observer)
@@ -90,9 +92,9 @@ class ScheduledRun(Simulation):
     ends: list[str] = field(default_factory=list)
     """Errors that ended the lives of agents."""
     left_running: list[str] = field(default_factory=list)
-    """Tasks that still run after all agents have ended."""
+    """Asyncio tasks that still run after all agents have ended."""
     over: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the run is over. Dead agents are no longer restarted."""
+    """Set when the run is over. From then on, dead agents are not restarted."""
     seconds: float = 0.0
     """Duration of the run in virtual seconds."""
 
@@ -144,7 +146,7 @@ class ScheduledRun(Simulation):
         self.lives.append(bus)
         return bus
 
-    # -- agents
+    # -- making and restarting agents
 
     def new_runner(self, name: str) -> Agent:
         """Return a new runner."""
@@ -175,7 +177,12 @@ class ScheduledRun(Simulation):
         return EngineHosting(self.config, bus=bus, topology=self.topology, agent_id=name, engines=engines)
 
     async def keep(self, name: str, make: Callable[[str], Agent]) -> None:
-        """Run an agent; restart it after a kill, a drain or a recoverable error, until it ends or the run is over."""
+        """Run an agent; restart it after a kill, a drain or a recoverable error, until it ends by itself or the run is
+        over.
+
+        Raises:
+            AgentFailed: The agent ended with another error.
+        """
         while True:
             agent = make(name)
             agent.run_folder = self.folder
@@ -205,7 +212,7 @@ class ScheduledRun(Simulation):
     # -- timed faults
 
     async def _inject_timed_faults(self) -> None:
-        """Inject the timed faults."""
+        """Inject the faults that happen at a time, not at a fault point."""
         async with asyncio.TaskGroup() as group:
             for fault in self.schedule.faults:
                 if isinstance(fault, Drain | ConnectionLoss | BrokerRestart | BrokerAlarm | EngineDeath):
@@ -319,7 +326,7 @@ class ScheduledRun(Simulation):
         shared = (f"{depth} in {name}" for name, depth in sorted(depths.items()) if depth and name in WORK)
         return [*agents, *shared]
 
-    # -- results
+    # -- facts for the invariants
 
     @property
     def is_undisturbed(self) -> bool:

@@ -31,17 +31,17 @@ from trinity_mq.workflows import Task, TaskError
 from trinity_mq.workflows.sessions.recorded import RecordedSessionsWorkflow
 
 TOKENS = 2
-"""Number of tokens that a run samples."""
+"""Number of tokens that a rollout run samples."""
 RETRY = 0.2
-"""Seconds after which a run that lost its engine retries."""
+"""Seconds after which a rollout run that lost its engine retries."""
 READY_TIMEOUT = 5.0
 """Seconds for which a request waits for an engine that currently serves nothing."""
 UNTRAINED: Version = (0, 0)
-"""Version of an engine that never received weights."""
+"""Stands for weights of no version, which an engine holds after a broken transfer, or if it had no weights to keep."""
 PROMPT = (3, 4)
 FIRST_TOKEN = 10
 STEPS = 1000
-"""Upper bound of the steps of a run. A token encodes a generation and a step."""
+"""Upper bound of the train steps of a whole run. A token encodes a generation and a train step."""
 
 
 def token_of(version: Version) -> int:
@@ -93,7 +93,7 @@ class SimulatedEngine(FakeEngine):
             work.cancel()
 
     async def end(self) -> None:
-        """Cancel the requests of runners that were killed."""
+        """Cancel the requests that are still in progress, which killed runners have sent."""
         for work in self._working:
             work.cancel()
         await asyncio.gather(*self._working, return_exceptions=True)
@@ -163,7 +163,12 @@ class SimulatedEngine(FakeEngine):
         return work.result()
 
     async def _receive_weights(self, spec: dict[str, Any], timeout: float) -> dict[str, Any]:
-        """Receive weights, unless the engine keeps its old weights in this transfer or the transfer breaks."""
+        """Receive weights. In the transfers of ``keeps`` the engine keeps its old weights instead, and its canary
+        scores show it.
+
+        Raises:
+            ReceiveFailed: The engine died, or the transfer broke.
+        """
         life = self._life
         self._receives += 1
         answer = await super().receive(spec, timeout)
@@ -231,7 +236,8 @@ class SimulatedChannel(FakeChannel):
 
 
 class SimulatedLearner(FakeLearner):
-    """A learner that passes fault points within a step and within a save, and is killed by deadly batches.
+    """A learner that passes fault points at the end of a step and at the beginning of a save, and is killed by deadly
+    batches.
 
     Args:
         step_seconds: Seconds of a step.
@@ -267,12 +273,12 @@ class SimulatedLearner(FakeLearner):
 
 
 class FakeWorkflowRunner:
-    """Stand-in for WorkflowRunner and ProcessPool. It samples each run from an engine and fails as the schedule
+    """Stand-in for WorkflowRunner and ProcessPool. It samples each rollout run from an engine and fails as the schedule
     determines.
 
     Args:
-        seed: Seed of the schedule. The same runs fail on each attempt.
-        settings: Settings of the run.
+        seed: Seed of the schedule. The same rollout runs fail on each attempt.
+        settings: Settings of the simulated run.
         engines: Engines by id.
         is_away: Returns whether the sandbox is unavailable.
         dice: Draws durations and crashes.
@@ -299,13 +305,17 @@ class FakeWorkflowRunner:
         """
 
     def fails(self, batch: object, task: int, run: int) -> bool:
-        """Return whether this run's workflow fails. The answer is the same on each attempt."""
+        """Return whether the workflow of this rollout run fails. The answer is the same on each attempt."""
         return random.Random(f"{self._seed}/{batch}/{task}/{run}").random() < self._settings.failing
 
     async def run_slice(
         self, task_slice: TaskSlice, models: Callable[[], InferenceModel], results: RunResults | None = None
     ) -> SliceOutcome:
-        """Execute the runs of a slice one after another, within the slice's time limit."""
+        """Execute the runs of a slice in sequence, within the slice's time limit.
+
+        Raises:
+            ChildDied: Drawn by lot, if this is the stand-in of ProcessPool.
+        """
         results = RunResults() if results is None else results
         loop = asyncio.get_running_loop()
         started = loop.time()
@@ -349,7 +359,7 @@ class FakeWorkflowRunner:
     async def _run(
         self, task_slice: TaskSlice, run: int, models: Callable[[], InferenceModel], results: RunResults
     ) -> bool:
-        """Execute a run. Return False if it failed for another reason than its workflow."""
+        """Execute one run of a slice. Return False if it failed for another reason than its workflow."""
         if self._is_sandbox_down():
             results.add_failure(RunFailure("the sandbox is away", "sandbox"))
             return False
@@ -373,7 +383,9 @@ class FakeWorkflowRunner:
         return True
 
     async def _recorded(self, task_slice: TaskSlice, run: int, results: RunResults) -> bool:
-        """Make the experiences of a session as its workflow does."""
+        """Execute one run of a slice whose task has recorded sessions: make the experiences of the session ``run`` by
+        the real workflow. Return True.
+        """
         no_model: Any = None
         workflow = RecordedSessionsWorkflow(
             task=Task.from_body(task_slice.task, task_slice.batch, task_slice.task_id), model=no_model
@@ -391,10 +403,10 @@ class FakeWorkflowRunner:
 
 
 def experience_of(task_slice: TaskSlice, run: int, sampled: Sequence[tuple[Version, Version]]) -> Experience:
-    """Return the experience of a run. Its reward is the parity of the run number.
+    """Return the experience of one run of a slice. Its reward is the parity of the run's number.
 
     Args:
-        task_slice: The slice of the run.
+        task_slice: The slice.
         run: Number of the run.
         sampled: For each token, the version of the weights that sampled the token, and the version stamped on it.
     """

@@ -63,7 +63,7 @@ log = structlog.get_logger(__name__)
 
 
 class Trainer(Agent):
-    """The trainer of a run; a lock allows one active trainer per run."""
+    """The trainer of a run in any mode except ``bench``; a lock allows one active trainer per run."""
 
     role = "trainer"
 
@@ -100,7 +100,9 @@ class Trainer(Agent):
         )
 
     def detail(self) -> TrainerStatus:
-        """Return the counters that pace the other agents."""
+        """Return the counters that pace the other agents. Until this trainer has the lock, they are the counters of the
+        active trainer, if there is an active trainer.
+        """
         if not self.loop.generation:
             # While this trainer waits for the lock, it reports the active trainer's state instead of an empty state.
             others = [status for status in self.peers.statuses("trainer", TrainerStatus) if status.generation]
@@ -130,7 +132,7 @@ class Trainer(Agent):
         self.loop.source.run_begins(explorer.ready_offset)
 
     async def serve(self) -> None:
-        """Train until the run is over or drained."""
+        """Take the lock, then train until the run is over or this agent is drained."""
         loop = self.loop
 
         def gives_up() -> bool:
@@ -168,8 +170,8 @@ class Trainer(Agent):
 
 
 def main(config: Config, agent_id: str = "trainer-0") -> int:
-    """Run the trainer until the run is over; in a process of a rank above 0, run that rank until rank 0 ends. Return
-    the exit code.
+    """Run the trainer, in mode ``bench`` a :class:`CheckpointServer`, until the run is over or the process is drained;
+    in a process of a rank above 0, run that rank until rank 0 ends. Return the exit code.
     """
     keep_freed_memory()
     world = world_size(config.trainer.nproc)

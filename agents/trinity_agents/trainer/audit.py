@@ -51,7 +51,7 @@ class Auditor:
 
     @property
     def uids(self) -> list[str]:
-        """Uids of the experiences that the checkpoint was trained on, in order."""
+        """Uids of the experiences that the checkpoint was trained on, in order, without replayed experiences."""
         return [uid for entry in self.entries for uid in entry.get("uids", ())]
 
     @property
@@ -63,7 +63,7 @@ class Auditor:
         """Run all checks that need only the run's folder.
 
         Args:
-            run_id: Id of the run in the explorer's state.
+            run_id: Id of the run in the explorer's state. None: the run ids are not compared.
         """
         self._add("files", self._files)
         self._add("progress", self._progress)
@@ -75,7 +75,9 @@ class Auditor:
         self._add("final model", self._final)
 
     def check_stream(self, record: Record) -> None:
-        """Compare the history with the operators' sets, as far as the stream still holds these sets."""
+        """Compare the history with the sets that operators published, as far as the stream still holds these sets.
+        ``record`` has the content of the stream.
+        """
         self._add("stream", lambda: self._stream(record))
 
     def leave_out(self, name: str, why: str) -> None:
@@ -85,7 +87,7 @@ class Auditor:
     def _add(self, name: str, check: Callable[[], Iterator[Check | str]]) -> None:
         """Run a check, which yields each fault as a string and its conclusions as :class:`Check`.
 
-        The conclusions count only if there is no fault.
+        The conclusions count only if there is no fault. An error that a damaged history or state causes is a fault.
         """
         try:
             findings = list(check())

@@ -55,7 +55,7 @@ class StepResult:
     """Metrics of the step. ``sample/skipped_step`` tells whether it was skipped, and ``sample/repaired_batches`` the
     number of repaired batches trained on, if the step had any."""
     stepped: bool
-    """True if the step changed the policy's weights; False while only the critic learns."""
+    """True if the step changed the policy's weights; False for a step that was skipped or trained only the critic."""
 
 
 async def train_on(
@@ -67,11 +67,11 @@ async def train_on(
     batch.
 
     Args:
-        batch: The batch that the source returned.
+        batch: The batch that the source returned, with the other batches of the step.
         step: Number of train steps so far; staleness is measured from this step.
         learner: Makes the optimizer step.
-        attempts: Records the attempt before the step and clears it afterwards, which identifies batches that crash
-            trainers.
+        attempts: Records the attempt before the step and clears it afterwards. An attempt that is still recorded at the
+            next start shows that the step crashed the trainer.
         max_staleness: Maximum age in train steps; groups with an older token are dropped as a whole before any
             optimizer step.
     """
@@ -169,15 +169,16 @@ def _age_metrics(ages: Sequence[tuple[str, int]]) -> dict[str, float]:
 
 
 def dump_batch(batch: TrainBatch, folder: Path, tokenizer: Path) -> str:
-    """Write the experiences of the batch at which the guard stopped the training to a file.
+    """Write a file with the experiences of the train step at which the guard stopped the training.
 
     Args:
-        batch: The batch, with the other experiences of its step.
+        batch: The first batch of the step, with the other batches and the replayed experiences of the step.
         folder: The run's folder.
         tokenizer: Folder with the model's tokenizer.
 
     Returns:
-        A message for the user: the batch is read again, and the command that shows its experiences.
+        A message for the user: the batch is read again, and the command that shows the file, or the reason why the file
+        could not be written.
     """
     path = folder / STOPPED_FOLDER / f"batch-{re.sub('[^0-9A-Za-z_.-]', '_', str(batch.batch))}.tmqx"
     again = f"Batch {batch.batch} is not counted: the next start of the trainer reads it again"
@@ -214,9 +215,9 @@ def skipped_batch_dead_letter(batch: TrainBatch, reason: str, by: str, topology:
 
 
 def chosen(batch: ExperienceBatch, most: int, seed: int) -> list[int]:
-    """Return the indexes of about ``most`` experiences: whole groups in random order, fixed by ``seed``.
+    """Return the indexes, in ascending order, of the experiences of some whole groups. ``seed`` determines the groups.
 
-    The first group is included whatever its size.
+    They have at most ``most`` experiences together. A single group may have more.
     """
     groups: dict[str, list[int]] = {}
     for number, tid in enumerate(batch.ids("tid")):
@@ -245,7 +246,9 @@ class TrainSamples:
         self._log = SampleLog(run_dir / SAMPLES_FOLDER, max_bytes)
 
     async def keep(self, step: int, batches: Sequence[ExperienceBatch]) -> None:
-        """Write some experiences of train step ``step``. An OSError such as a full disk ends only the log."""
+        """Write a sample of the experiences of each batch of train step ``step``. After an OSError, such as a full
+        disk, nothing more is written, and training continues.
+        """
         if not self._per_batch:
             return
         try:

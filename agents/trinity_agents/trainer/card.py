@@ -53,14 +53,14 @@ class MovableLearner(Learner, Protocol):
 
 
 class SleepRequests:
-    """Sends ``sleep`` and ``wake`` to all engines of a run on this machine."""
+    """Sends commands such as ``sleep`` and ``wake`` to the living engines of a run on this machine."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "engines"
         self._session: aiohttp.ClientSession | None = None
 
     async def send(self, command: str, **body: Any) -> None:
-        """Send a command to each living engine. An engine that does not obey is asked again by the caller."""
+        """Send a command to each living engine. An engine that does not obey is only logged; the caller asks again."""
         if self._session is None:
             self._session = aiohttp.ClientSession()
         session = self._session
@@ -102,7 +102,7 @@ class ColocatedLearner:
         self._weights: list[tuple[str, Any]] | None = None
         """Host copy of the present weights; None after a step. The canary scores belong to the same weights."""
 
-    # -- turns
+    # -- taking and returning the card
 
     async def take(self, level: SleepLevel = 1) -> None:
         """Return once this trainer holds the card. With ``level`` 1 the engines keep their weights in host memory, with
@@ -113,7 +113,9 @@ class ColocatedLearner:
             commands = await self._perform(commands[0])
 
     async def hand_over(self) -> None:
-        """Keep what a weight sync needs in host memory, and return the card to engines that take weights."""
+        """Copy the weights and their canary scores to host memory for a weight sync, unless the copy is up to date, and
+        return the card. The engines wake when the weights arrive.
+        """
         if self._weights is None:
             await self.take()
             self._canary = await self._learner.canary_logprobs(self._canary_tokens)
@@ -121,7 +123,7 @@ class ColocatedLearner:
         await self._leave(weights_follow=True)
 
     async def rest(self) -> None:
-        """Return the card, and wake the engines."""
+        """If this trainer holds the card, return it and wake the engines."""
         await self._leave(weights_follow=False)
 
     async def _leave(self, *, weights_follow: bool) -> None:
@@ -150,7 +152,9 @@ class ColocatedLearner:
         return []
 
     async def _renew(self) -> None:
-        """Renew the leases of the sleeping engines, until cancelled. An engine whose lease ends waits for the lock."""
+        """Renew the leases of the sleeping engines, until cancelled. An engine whose lease ends wakes as soon as it
+        gets the lock.
+        """
         while True:
             await asyncio.sleep(CARD_LEASE / 4)
             try:
@@ -165,7 +169,7 @@ class ColocatedLearner:
             self._renewing = None
         self._lock.release()
 
-    # -- learner
+    # -- methods of a learner
 
     async def open(self, checkpoint: Path | None) -> None:
         await self.take()

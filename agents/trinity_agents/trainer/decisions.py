@@ -18,11 +18,12 @@ from trinity_mq.transport.ready_stream import Chunk, OpenSets
 NONE_SETTLED = -1
 """Value of :attr:`TicketDecider.settled` if no batch is settled: lower than any batch number."""
 MAX_STARTS = 2
-"""Crashed starts on a batch after which the next start skips it. If the batch had company, which may be the cause of
-the crashes, the next start tries the batch alone, and the start after that skips it."""
+"""Number of crashed starts on a batch after which the next start skips the batch. If the batch had company, which may
+be the cause of the crashes, the next start tries the batch alone, and the start after that skips it.
+"""
 MAX_STARTS_REPAIRED = 1
-"""Crashed starts on a repaired batch after which the next start skips it. A repaired batch is trained on with another
-batch, and either may be the cause of a crash; the other batch then gets a start without the repaired batch."""
+"""Number of crashed starts on a repaired batch after which the next start skips it. A repaired batch is trained on with
+another batch, and either may be the cause of a crash; the other batch then gets a start without the repaired batch."""
 
 
 def repaired_key(ticket: str, op: str) -> str:
@@ -41,7 +42,7 @@ def replayed_key(tid: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TicketDecision:
-    """The first complete set of a ticket."""
+    """A complete set of a ticket that counts: the first set, or the set that repairs a failed ticket."""
 
     ready: BatchReady
     chunks: tuple[Chunk, ...]
@@ -66,7 +67,7 @@ class TicketDecider:
         next_offset: Offset to read from.
         failed: Tickets decided as failed.
         starts: Returns the number of crashed starts for a ticket or :func:`repaired_key`.
-        settled: Number of the batch up to which all batches are consumed.
+        settled: Number of the batch up to which all batches are consumed and their tickets forgotten.
         max_starts: Returns the number of crashed starts after which a batch is skipped.
     """
 
@@ -83,8 +84,8 @@ class TicketDecider:
         """Batch number of each ticket that was trained on or skipped for good, except tickets of batches up to
         :attr:`settled`."""
         self.settled = settled
-        """Number of the batch up to which all batches are consumed; later messages of these batches are ignored,
-        whatever their ticket."""
+        """Number of the batch up to which all batches are consumed and their tickets forgotten; later messages of these
+        batches are ignored, also with an unknown ticket. :data:`NONE_SETTLED`: none."""
         self._max_starts = max_starts
         self._starts = starts
         """Returns the number of crashed starts for a ticket or :func:`repaired_key`."""
@@ -106,7 +107,9 @@ class TicketDecider:
             self._open.add(chunk.ticket, chunk.op, chunk.n, chunk)
 
     def ready(self, message: BatchReady, offset: int) -> TicketDecision | None:
-        """Take in the BatchReady of a set; return the decision if the set is complete and decides its ticket."""
+        """Take in the BatchReady of a set; return the decision if the set is complete and decides its ticket, or
+        repairs its failed ticket.
+        """
         self.next_offset = offset + 1
         if not isinstance(message.batch, int):
             return None
@@ -140,7 +143,7 @@ class TicketDecider:
         self.next_offset = offset + 1
 
     def peek(self, batch: int) -> TicketDecision | None:
-        """Return the decision of batch ``batch``, None if the batch is not decided or already consumed."""
+        """Return the decision of batch number ``batch``, None if the batch is not decided or already consumed."""
         return self._decided.get(batch)
 
     def is_settled(self, ticket: str, batch: int | None = None) -> bool:
@@ -192,7 +195,9 @@ class TicketDecider:
             self.consumed[ticket] = decision.batch
 
     def forget(self, ticket: str) -> None:
-        """Forget a consumed ticket, so that a further set of the ticket would count again."""
+        """Forget a consumed ticket, so that a further set of the ticket would count again. Readers that only show the
+        stream call it to bound their memory.
+        """
         self.consumed.pop(ticket, None)
         self._failed.discard(ticket)
 
@@ -213,7 +218,7 @@ class TicketDecider:
 
     @property
     def waiting(self) -> list[str]:
-        """Tickets decided and not yet consumed."""
+        """Tickets decided and not yet consumed. Failed tickets whose repaired set has arrived are not listed again."""
         return list(self._held)
 
     def resume_offset(self) -> int:

@@ -51,7 +51,9 @@ class Lineage:
 
 
 class History:
-    """History file of the running generation. :meth:`record` returns once the operating system has the line."""
+    """History file of this start of the trainer, its generation. :meth:`record` returns once the operating system has
+    the line; :meth:`sync` writes the lines to disk.
+    """
 
     def __init__(self, folder: Path, generation: int, resumed_from: tuple[int, int] | None) -> None:
         """Start the file ``<generation>.jsonl``.
@@ -128,7 +130,7 @@ class History:
             raise HistoryError(f"cannot write the history {self._file.name}: {error}; check the space there") from error
 
     def saved(self, progress: int) -> None:
-        """Record that a checkpoint of ``progress`` was saved, so that a lost checkpoint is detected.
+        """Record that a checkpoint at ``progress`` was saved, so that the loss of this checkpoint is detected later.
 
         Raises:
             HistoryError: The line cannot be written.
@@ -173,7 +175,8 @@ def last_progress(folder: Path) -> int:
 
 
 def last_saved(folder: Path) -> int | None:
-    """Return the progress of the checkpoint that was saved last, None if no checkpoint was saved.
+    """Return the progress of the newest generation's last checkpoint: the checkpoint that it saved last, else the
+    checkpoint from which it resumed. Return None if no checkpoint was saved.
 
     Raises:
         HistoryError: A file is unreadable.

@@ -1,6 +1,6 @@
 """The train loop: trains on processed batches, syncs the weights where due, and saves checkpoints.
 
-:class:`CheckpointSaver` writes a copy of the learner's state while training continues, one checkpoint at a time.
+:class:`CheckpointSaver` saves checkpoints, one at a time, and in the background if the configuration allows it.
 """
 
 from __future__ import annotations
@@ -130,7 +130,9 @@ class TrainLoop:
         self._last_save = 0
         """Progress at the start of the last save."""
         self._bytes_saved = 0
-        """Bytes read from the stream before the checkpoint that is being written."""
+        """Bytes read from the stream between the last committed checkpoint and the start of the checkpoint that is
+        being written.
+        """
         self._earlier_progress = 0
         """Highest progress of the earlier generations."""
         self._replay_ends = self._quiet_ends = 0.0
@@ -186,12 +188,12 @@ class TrainLoop:
         )
 
     async def restore(self) -> None:
-        """Resume from the latest checkpoint, in a new generation."""
+        """Load the latest or the chosen checkpoint, or else the initial model, and begin a new generation."""
         self.agent.set_state("starting", "the model")
         folder, histories = self.folder / "checkpoints", self.folder / "history"
         settings = self.config.trainer
         self.store = CheckpointStore(folder, settings.max_checkpoints_to_keep, settings.keep_every)
-        # these writers also read the live model, so the model must stay on the card
+        # with LoRA or an export, the writer of a checkpoint also reads the live model, which must then stay on the card
         reads_model = self.config.model.lora is not None or settings.export == "every"
         in_background = settings.async_save and not (self._card and reads_model)
         self.saver = CheckpointSaver(self.store, self.learner, in_background=in_background)
@@ -221,7 +223,8 @@ class TrainLoop:
         self._history = History(histories, self.generation, resumed)
 
     async def _load(self) -> Checkpoint | None:
-        """Load the newest usable checkpoint, or the chosen checkpoint, or the initial model if no checkpoint was saved.
+        """Load the newest usable checkpoint, or the chosen checkpoint. If no checkpoint was ever saved, load the
+        initial model and return None.
 
         Raises:
             CheckpointError: No saved checkpoint is usable, or the chosen checkpoint is not usable. Only the user
@@ -272,7 +275,7 @@ class TrainLoop:
             raise RestartRequested(f"the explorer has started another run: {run_id} instead of {own_run}")
 
     async def close(self) -> None:
-        """Close the learner and the history."""
+        """Close the learner, the history and the sample log."""
         await self.learner.close()
         if self._history is not None:
             self._history.close()
@@ -296,7 +299,7 @@ class TrainLoop:
             self._attempts.withdraw()
 
     async def run(self) -> None:
-        """Train until the run is over or the agent is asked to drain."""
+        """Train and sync weights until the run is over or the agent is asked to drain, then save a checkpoint."""
         agent = self.agent
         self._replay_ends = asyncio.get_running_loop().time() + self.config.explorer.max_timeout
         self._quiet_ends = asyncio.get_running_loop().time() + QUIET_SECONDS
@@ -416,7 +419,9 @@ class TrainLoop:
             await self._train(batch)
 
     async def _train(self, batch: TrainBatch) -> None:
-        """Make the train step of a batch with its other batches, and record their outcomes."""
+        """Make the train step of a batch with its other batches, record and publish their outcomes, and save a
+        checkpoint if due.
+        """
         agent, loop = self.agent, asyncio.get_running_loop()
         self._in_hand = [part.ticket for part in batch.parts if not part.is_repaired]
         started = loop.time()
@@ -535,10 +540,12 @@ class TrainLoop:
             filtered_groups=batch.filtered_groups,
         )
 
-    # -- saving and the end
+    # -- saving checkpoints, and the end of the run
 
     async def _save(self) -> None:
-        """Start to save the present state after the previous checkpoint is written."""
+        """Start to save the present state after the previous checkpoint is written, unless the state is already saved.
+        If checkpoints are not written in the background, the checkpoint is committed on return.
+        """
         await self.saver.idle()
         if self.progress == self._saved_progress and self.store.latest() is not None:
             return
@@ -559,7 +566,9 @@ class TrainLoop:
         self.agent.report(self.progress, {"time/save": asyncio.get_running_loop().time() - started})
 
     async def _saved(self, state: TrainerProgress, seconds: float) -> None:
-        """Record a committed checkpoint and release consumed blobs; the write took ``seconds``."""
+        """Record a committed checkpoint, and let the blobs of its consumed tickets be deleted; the write took
+        ``seconds``.
+        """
         assert self._history is not None
         self._history.saved(state.progress)
         self._saved_progress, self._saved_run = state.progress, state.run_id
@@ -569,7 +578,9 @@ class TrainLoop:
         self.agent.report(state.progress, {"time/write_checkpoint": seconds})
 
     async def _finish(self) -> None:
-        """Save the last checkpoint and write the final model, after all batches are consumed."""
+        """Save the last checkpoint and write the final model, after all batches are consumed. No model is written in
+        mode ``explore`` or if no train step changed the weights.
+        """
         self.agent.set_state("working", "the final model to be written")
         with self._work.doing("final", "the final model"):
             await self._save()
@@ -597,7 +608,8 @@ def _consumed_tickets(source: Mapping[str, Any]) -> set[str]:
 
 
 class CheckpointSaver:
-    """Copies the learner's state and writes the copy while training continues, at most one checkpoint at a time.
+    """Saves checkpoints, one at a time. In the background, it copies the learner's state and writes the copy while
+    training continues.
 
     Args:
         store: Store of the checkpoints.

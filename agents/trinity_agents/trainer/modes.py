@@ -65,9 +65,9 @@ class CheckpointServer(Agent):
     Args:
         config: The run's configuration.
         bus: A bus that is not connected yet.
-        topology: The run's names.
+        topology: Names of the run's queues and exchanges.
         agent_id: This agent's id.
-        reader: Reads weights.
+        reader: Loads the weights of a checkpoint.
         checkpoints: Returns the checkpoints that exist now, by label; the value of the initial model is None.
         channel: Carries weights to the engines.
         metrics: Writes metrics.
@@ -111,7 +111,9 @@ class CheckpointServer(Agent):
         )
 
     def detail(self) -> TrainerStatus:
-        """Return the loaded version and the state of the engines."""
+        """Return the loaded version and the state of the engines. Until this agent has the lock, they are the active
+        trainer's.
+        """
         if not self.generation and (others := self.peers.statuses("trainer", TrainerStatus, without=self.id)):
             return others[0]
         machine = self.gate.machine
@@ -129,7 +131,7 @@ class CheckpointServer(Agent):
         )
 
     async def serve(self) -> None:
-        """Serve checkpoints until the run is over or drained."""
+        """Take the lock, then serve checkpoints until the run is over or this agent is drained."""
         if not await self.take_lock("trainer", "idle", "the other trainer of this run to end", until=self._is_over):
             return
         queue = self.topology.listener(self.id, self.incarnation, "sync", *(f"weights.{verb}" for verb in SYNC_VERBS))
@@ -211,7 +213,8 @@ def weights_only_config(config: Config) -> Config:
 
 
 class RecordingLearner:
-    """Writes batches to a sink. After a crash it writes the batches after its checkpoint again, which overwrites them.
+    """A learner that writes the experiences of batches to a sink and never changes the weights. After a crash it writes
+    the batches after the trainer's checkpoint again, which overwrites them.
 
     Args:
         learner: Holds the weights that the engines get.
@@ -222,7 +225,7 @@ class RecordingLearner:
         self._learner, self._sink = learner, sink
 
     async def open(self, checkpoint: Path | None) -> None:
-        """Load the configured model, whatever the checkpoint, because these checkpoints hold no weights."""
+        """Load the configured model and ignore ``checkpoint``, because these checkpoints hold no weights."""
         await self._learner.open(None)
 
     async def step(self, experiences: Sequence[Experience], step_number: int) -> dict[str, float]:

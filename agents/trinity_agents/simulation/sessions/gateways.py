@@ -156,7 +156,9 @@ class SimulatedGateway(Gateway):
     async def request(
         self, method: str, path: str, body: Mapping[str, Any], headers: Mapping[str, str], timeout: float
     ) -> Reply | None:
-        """Return the response to a request. None: the connection was refused or lost, or the client timed out."""
+        """Return the response to a request. None: the gateway does not listen or ended before the response, or the
+        client timed out after ``timeout`` seconds.
+        """
         if self.http is None:
             return None
         context = contextvars.Context()

@@ -41,7 +41,7 @@ OF_SESSIONS = {"session_call", "session_reward", "session_end", "sessions_decide
 """Kinds of events that a session may refuse."""
 
 OUTSIDE: Mapping[str, type[Message]] = {"session_reward": SessionReward, "session_end": SessionEnd}
-"""Kinds that programs other than gateways may publish."""
+"""Kinds of events that programs other than gateways may publish."""
 Event = SessionCall | SessionReward | SessionEnd
 
 
@@ -57,7 +57,9 @@ class SessionEvidence(Evidence):
 
     @cached_property
     def learned(self) -> list[Experience]:
-        """Experiences that the final checkpoint was trained on, one entry for each time."""
+        """Experiences that the final checkpoint was trained on, one entry for each time. Empty if the history has a
+        gap.
+        """
         try:
             uids = Counter(uid for entry in self.history for uid in invariants.uids_of(entry))
         except HistoryError:
@@ -67,7 +69,7 @@ class SessionEvidence(Evidence):
 
     @cached_property
     def answers(self) -> Mapping[int, list[float]]:
-        """Rewards of each trained answer, one for each time it was trained on, by answer number."""
+        """Rewards with which an answer was trained on, one for each time, by answer number."""
         rewards: defaultdict[int, list[float]] = defaultdict(list)
         for experience in self.learned:
             for number in sorted({answer_number(token) for token, _ in invariants.sampled(experience)}):
@@ -105,7 +107,9 @@ def _is_settled(evidence: SessionEvidence, name: str) -> bool:
 
 
 def sessions_decided_once(evidence: SessionEvidence) -> Faults:
-    """Check that each session has one decision, and that the sessions of one decision are of one group."""
+    """Check that each session has at most one decision, and that the sessions of one decision are of one group and fit
+    into it.
+    """
     for name, members in evidence.oracle.tasks.items():
         decided = members[0].decided
         assert decided is not None
@@ -190,9 +194,9 @@ def _merged(evidence: SessionEvidence, expected: Mapping[int, list[float]]) -> M
 
 def requests_trained_once(evidence: SessionEvidence) -> Faults:
     """Check that at most one answer to a repeated request is trained on. If the client received an answer, no other
-    answer may be trained on.
+    answer may be trained on. Of several equal requests that were sent at once, each may have one trained answer.
 
-    An answer that arrived marked as recorded must be trained on.
+    An answer that arrived marked as recorded must be trained on if its session was.
     """
     for diary, asked in evidence.requests:
         trained = [number for number in evidence.run.clients.answers[asked.text] if number in evidence.answers]
@@ -231,7 +235,9 @@ def rewards_as_accepted(evidence: SessionEvidence) -> Faults:
 
 
 def refused_events_dead_lettered(evidence: SessionEvidence) -> Faults:
-    """Check that each refused event of an external program is a dead letter, and that no accepted session event is."""
+    """Check that each refused event of an external program is a dead letter, and that no accepted session event is.
+    Nothing is checked if a session was not settled in time or no gateway ended by itself.
+    """
     refused = {name for name, _, _ in evidence.oracle.refused}
     outside = {name for name, _, key in evidence.oracle.refused if key == "session"}
     dead = {str(stored.message_id) for stored in evidence.run.waiting_in("dead")}
@@ -268,7 +274,9 @@ def each_task_submitted_once(evidence: SessionEvidence) -> Faults:
 
 
 def batch_is_its_sessions(evidence: SessionEvidence) -> Faults:
-    """Check that the deciding set of a batch holds experiences of all runs in its manifest, and of no other runs."""
+    """Check that the deciding set of a batch holds experiences of all rollout runs in its manifest, and of no other
+    runs.
+    """
     least = evidence.run.config.algorithm.effective_min_group_runs if evidence.run.sessions.grouped else 1
     yield from invariants.as_in_manifest(evidence, least, once=False)
 
@@ -352,7 +360,7 @@ class OracleSession:
     batch: SubmissionOutcome | None = None
     trained: SessionsTrained | None = None
     path: list[str] = field(default_factory=lambda: ["open"])
-    """States in the order in which the session passed through them."""
+    """States of the session so far, in order."""
 
     @property
     def state(self) -> str:
@@ -374,8 +382,8 @@ class OracleSession:
 
     @property
     def worth(self) -> dict[int, float]:
-        """Rewards of the trained answers by answer number."""
-        # tests/unit/gateway/test_repeats.py tests this function
+        """Rewards with which the answers must be trained on, by answer number."""
+        # superseded_calls is the library's own code; tests/unit/gateway/test_repeats.py tests it
         superseded = superseded_calls(list(self.calls.values()))
         kept = [call for name, call in self.calls.items() if name not in superseded]
         place_of = {call.call: place for place, call in enumerate(kept)}
@@ -413,7 +421,7 @@ class OracleSession:
         }
 
     def refuses(self, body: Event) -> bool:
-        """Return whether an event is too late or names an unknown call."""
+        """Return whether the session refuses an event: it is too late, repeats an end, or names an unknown call."""
         if self.decided is not None:
             return True
         if isinstance(body, SessionEnd) and self.ends:
@@ -449,10 +457,10 @@ class OracleSession:
 
 
 class Oracle:
-    """The sessions of a run.
+    """The sessions of a run, computed from the log of their stream.
 
     Args:
-        log: All messages that were ever on the stream, in order.
+        log: Messages of the stream in order, from its beginning.
     """
 
     def __init__(self, log: Iterable[Stored]) -> None:
@@ -541,7 +549,7 @@ class Oracle:
 
     @property
     def tasks(self) -> Mapping[str, list[OracleSession]]:
-        """Sessions by their submission."""
+        """Sessions that became a task, by submission id."""
         by_submission: dict[str, list[OracleSession]] = {}
         for session in self.sessions.values():
             if session.decided is not None and session.decided.submission:

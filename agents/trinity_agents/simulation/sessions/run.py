@@ -33,7 +33,8 @@ LOG = "sessions-log"
 SETTLED_WITHIN = 500.0
 """Seconds after the end of all users within which their sessions are settled."""
 SETTLE_SECONDS = 12.0
-"""Seconds in which gateways act on all events after a fault is over: their restart and a repeated publish take less."""
+"""Seconds within which gateways have acted on all events after a fault is over. A restart of a gateway and a repeated
+publish take less."""
 FILLERS = 3
 UNGROUPED = {"estimator": {"kind": "group", "baseline": "none", "scale": "none"}}
 
@@ -61,7 +62,7 @@ class SessionRun(ScheduledRun):
     consumed_at: dict[str, float] = field(default_factory=dict)
     """Virtual time in seconds of the first report that a ticket was consumed, by ticket."""
     submitted: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Number of publishes of a task, by (life of the gateway, id of the task)."""
+    """Number of publishes of a task, by (life of the gateway, submission id)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,7 +115,9 @@ class SessionRun(ScheduledRun):
         return gateway
 
     def _published(self, life: FaultyBus, envelope: Envelope) -> None:
-        """Record the length of the event log, the submissions of tasks, and publishes in :attr:`unlocked`."""
+        """Record a publish of a gateway: the length of the event log, the submission of a task, and in :attr:`unlocked`
+        a publish that needs the lock.
+        """
         self.log_lengths.append((asyncio.get_running_loop().time(), len(self.log())))
         if envelope.kind == "task_submission":
             self.submitted[life.who, str(envelope.message_id)] += 1
@@ -135,7 +138,7 @@ class SessionRun(ScheduledRun):
             self.log_at_end = len(self.log())
 
     def new_trainer(self, name: str) -> Agent:
-        """Return a trainer. The times of its progress reports are recorded."""
+        """Return a new trainer. The times of its progress reports are recorded."""
         trainer = super().new_trainer(name)
         self.lives[-1].on_publish = self._consumed
         return trainer
@@ -154,7 +157,9 @@ class SessionRun(ScheduledRun):
         ]
 
     async def record_messages(self) -> None:
-        """Record a copy of every message. Record the whole log of sessions in a second stream with the same offsets."""
+        """Keep a copy of every message of the recorded exchanges. Keep all session events in a second stream, which has
+        the same offsets as the sessions' stream and is not cut.
+        """
         await super().record_messages()
         bus = await self.client()
         bindings = (Binding(self.topology.exchange("sessions"), "#"),)
@@ -163,12 +168,12 @@ class SessionRun(ScheduledRun):
         )
 
     def log(self) -> list[Stored]:
-        """Return all session events in order."""
+        """Return all session events of the run in order, also the events that retention has removed from the stream."""
         queue = self.broker.queues[self.topology.prefix + LOG]
         assert isinstance(queue, StreamQueue)
         return queue.messages
 
-    # -- results
+    # -- facts for the invariants
 
     @property
     def gateways_at_end(self) -> list[SimulatedGateway]:
@@ -256,7 +261,9 @@ class SessionRun(ScheduledRun):
                 beside.create_task(users.filler())
 
     async def _until_settled(self, users: Users) -> None:
-        """Wait until each session of the users is settled at some gateway."""
+        """Wait until each session of the users is settled at some gateway, for at most :data:`SETTLED_WITHIN` seconds.
+        Set :attr:`unsettled`.
+        """
         names = [diary.id for diary in users.diaries if diary.is_kept]
         deadline = asyncio.get_running_loop().time() + SETTLED_WITHIN
         while (unsettled := self._unsettled(names)) and asyncio.get_running_loop().time() < deadline:

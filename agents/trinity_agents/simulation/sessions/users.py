@@ -31,13 +31,13 @@ REPEATED = frozenset({408, 429, 500, 502, 503, 504})
 
 @dataclass
 class UserRequest:
-    """A request to the model, and the answers that its client received."""
+    """A user's request to the model, with all its tries, and the answers that the user received."""
 
     text: str
     """The last message of the request. It is unique."""
     tries: int = 0
     is_repeated: bool = False
-    """True if a request carried a retry count above 0. The earlier tries may not have reached a gateway."""
+    """True if a try carried a retry count above 0. The earlier tries may not have reached a gateway."""
     equal: int = 1
     """Number of equal concurrent requests."""
     answers: dict[int, str] = field(default_factory=dict)
@@ -73,12 +73,12 @@ class SessionDiary:
     call: str = ""
     """Id of the latest answer."""
     is_one_call: bool = False
-    """True if the session was made by a call without a session."""
+    """True if a call outside of any session made this session."""
 
     @property
     def is_kept(self) -> bool:
-        """True if the session must be on the stream. A session that a call without a session made may be missing if
-        its answer was not recorded.
+        """True if the session must be on the stream. A session with :attr:`is_one_call` may be missing if its answer
+        was not recorded.
         """
         return not self.is_one_call or "yes" in {
             recorded for asked in self.asked for recorded in asked.answers.values()
@@ -90,6 +90,7 @@ class Users:
 
     Args:
         sessions: Parameters of the users.
+        group_size: Number of sessions in a group.
         dice: Random generator for the users' decisions.
         gateways: Returns the living gateways.
         bus: A client's connection for events sent over AMQP.
@@ -129,7 +130,7 @@ class Users:
         }
 
     async def user(self, number: int) -> None:
-        """Run the sessions of user ``number``, one after another."""
+        """Run the sessions of user ``number``, or its groups of sessions, in sequence."""
         await asyncio.sleep(self._dice.uniform(0.0, self._sessions.within))
         for n in range(self._sessions.sessions):
             if number < self._sessions.parked and not n:
@@ -141,7 +142,7 @@ class Users:
             await asyncio.sleep(self._dice.choice(PAUSES))
 
     async def filler(self) -> None:
-        """Run sessions that end with a reward until cancelled, so that the run reaches its last batch."""
+        """Run sessions that end with a reward until cancelled, so that the simulated run reaches its last batch."""
         while True:
             await self._run_group(self._ends_with_reward)
             await asyncio.sleep(0.2)
@@ -155,14 +156,16 @@ class Users:
                 await self._post(diary, "end", {"reward": 0.5})
             await asyncio.sleep(self._sessions.noise)
 
-    # -- sessions
+    # -- sessions and their requests to the model
 
     async def _random_story(self, diary: SessionDiary) -> None:
         diary.story = self._dice.choice(list(self._stories))
         await self._stories[diary.story](diary)
 
     async def _run_group(self, story: Callable[[SessionDiary], Awaitable[None]]) -> None:
-        """Run a session or, if sessions are compared, all sessions of a group concurrently."""
+        """Run a session or, if sessions are compared, the sessions of a group concurrently. A group may have one
+        session too few or too many.
+        """
         if not self._sessions.grouped:
             record = self._dice.choice(["train"] * 6 + ["eval", "off"]) if story == self._random_story else "train"
             await self._run_session(record, "", story)
@@ -231,7 +234,7 @@ class Users:
         _note_answer(sent, reply)
         self._note("one call, and feedback")
 
-    # -- ends of sessions
+    # -- stories: rewards and ends of sessions
 
     async def _ends_with_reward(self, diary: SessionDiary) -> None:
         await self._end_with(diary)
@@ -308,7 +311,7 @@ class Users:
         await self._post(diary, "end", {"outcome": "failed", "reason": "the agent failed"})
         self._note("failed")
 
-    # -- requests
+    # -- sending rewards and HTTP requests
 
     def _new_reward(self, diary: SessionDiary, call: str | None = None) -> SentReward:
         sent = SentReward(next(self._rewards) * WORTH, call=call)

@@ -91,7 +91,9 @@ class TrainBatch:
 
     @property
     def source_metrics(self) -> dict[str, float]:
-        """Metrics of records, replayed groups and a tapped run in the batches of its train step."""
+        """Metrics of records, replayed groups and a tapped run, from all batches of the train step except repaired
+        batches.
+        """
         return {
             name: value
             for part in self.parts
@@ -125,7 +127,8 @@ class Source(Protocol):
     bytes_since_save: int
     """Bytes read since the last checkpoint was committed."""
     has_company: bool
-    """True if batches are trained on together with other batches, or with experiences of another source."""
+    """True if batches are trained on together with other batches, or with experiences of another source. A crash then
+    does not show which of them caused it."""
 
     @property
     def ended(self) -> int | None:
@@ -143,10 +146,12 @@ class Source(Protocol):
         """Return whether :meth:`next` returns without waiting."""
 
     async def next(self) -> TrainBatch:
-        """Return the next batch; return the same batch again until :meth:`consumed` is called."""
+        """Return the next batch, with the other batches of its train step; wait until they have arrived. Return the
+        same batch again until :meth:`consumed` is called.
+        """
 
     def consumed(self) -> None:
-        """Advance past the batch that :meth:`next` returned last."""
+        """Advance past the batches that :meth:`next` returned last."""
 
     def state(self) -> dict[str, Any]:
         """Return the position after the last consumed batch, as JSON."""

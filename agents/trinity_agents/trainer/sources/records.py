@@ -28,9 +28,9 @@ from trinity_mq.runtime.notify import Notifier
 log = structlog.get_logger(__name__)
 
 TRIED = 64
-"""Maximum number of records tried before the training begins; if no record is usable, the settings are wrong."""
+"""Maximum number of records tried before the training begins; if none of them is usable, the settings are wrong."""
 NAMED = 20
-"""Maximum number of unusable records that the log names."""
+"""Maximum number of records that the log names because they cannot be converted."""
 BODY_SUFFIX = ".tmqx"
 """Suffix of files with recorded experiences."""
 
@@ -63,7 +63,7 @@ class RecordSource:
         seed: Seed of the order.
         size: Number of records in a batch.
         batches: Number of batches; None: as many as ``epochs`` needs.
-        epochs: Number of passes over the records; the last batch has the remaining records.
+        epochs: Number of passes over the records, if ``batches`` is None; the last batch has the remaining records.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class RecordSource:
 
     @property
     def waiting(self) -> list[str]:
-        """Always empty: records are not queued."""
+        """Always empty: records have no tickets that wait."""
         return []
 
     @property
@@ -214,7 +214,8 @@ def read(data: ExperienceBufferConfig, codec: TextCodec, max_tokens: int) -> Rec
 
 
 def recorded(data: ExperienceBufferConfig) -> tuple[ExperienceBatch, str]:
-    """Return the experiences of a ``.tmqx`` file, or of all such files of a folder in name order, and their hash.
+    """Return the experiences of a ``.tmqx`` file, or of all such files below a folder in name order, at most
+    ``data.limit``; and an identity of their number and the hash of the files.
 
     Raises:
         TasksetError: A file cannot be read, or no experience is found.
@@ -247,7 +248,9 @@ def recorded(data: ExperienceBufferConfig) -> tuple[ExperienceBatch, str]:
 
 
 class _Formatted:
-    """Converts records to experiences; unusable records are left out, counted and named in the log."""
+    """Converts records to experiences. Records that cannot be converted are left out, counted, and named in the log
+    (the first :data:`NAMED`). Records that are too long are cut or left out, and counted.
+    """
 
     def __init__(self, data: ExperienceBufferConfig, rows: Sequence[Record], codec: TextCodec, max_tokens: int) -> None:
         self._data, self._records, self._max_tokens = data, rows, max_tokens

@@ -22,7 +22,7 @@ from trinity_mq.telemetry.group_drops import REPLAY_LOST
 
 @dataclass(slots=True)
 class ReplayGroup:
-    """All runs of one task in a train step."""
+    """A reference to a group that was trained on: all rollout runs of one task in a batch."""
 
     tid: str
     """Group id, as returned by :meth:`trinity_mq.experience.ExperienceBatch.ids`."""
@@ -156,7 +156,7 @@ class RereadableSource(Source, Protocol):
     starts: Callable[[str], int]
     """Returns the number of crashed starts for a key of :mod:`trinity_agents.trainer.decisions`."""
     pinned: Callable[[], Collection[str]]
-    """Returns consumed tickets that the state must keep, whatever their age."""
+    """Returns consumed tickets that the state must keep at any age."""
 
     async def read_again(self, offsets: Sequence[int]) -> ExperienceBatch:
         """Return the experiences of a consumed batch.
@@ -193,7 +193,9 @@ class ReplaySource(RolloutExtension):
         """The current batch, its replayed groups, and the ids of its fresh groups by ticket."""
 
     async def next(self) -> TrainBatch:
-        """Return the next rollouts, with replayed groups if the step has fresh groups to train on."""
+        """Return the next rollouts, with replayed groups if the step has fresh groups to train on and its batch is not
+        tried alone.
+        """
         batch = await self._rollouts.next()
         parts = [part for part in batch.parts if part.state == "ready"]
         fresh = {part.ticket: list(dict.fromkeys(part.experiences.ids("tid"))) for part in parts}
@@ -246,7 +248,9 @@ class ReplaySource(RolloutExtension):
         return batch
 
     def consumed(self) -> None:
-        """Advance: groups that were trained on for the first time may be replayed; skipped groups may not."""
+        """Advance past the batches of the step. Their groups may be replayed from now on if they were trained on and
+        have a nonzero advantage, or an experience without advantages.
+        """
         assert self._next is not None
         batch, groups, fresh = self._next
         self._rollouts.consumed()

@@ -46,7 +46,7 @@ class TapRules:
     bus: Bus
     """Bus of the run that reads, which gets the dead letters for bodies that do not decode."""
     topology: Topology
-    """Names of the run that reads."""
+    """Names of the queues and exchanges of the run that reads."""
     came: Callable[[BatchReady, int], bool]
     """Called with each BatchReady and its offset; returns False for a batch that must be skipped."""
     ends: Callable[[RunEnd], None]
@@ -82,7 +82,7 @@ class StreamSource:
     ) -> None:
         self._remembered = remembered
         self.pinned: Callable[[], Collection[str]] = tuple
-        """Returns consumed tickets that are remembered whatever their age."""
+        """Returns consumed tickets that are remembered at any age."""
         self._bus, self._topology, self._by, self._store = bus, topology, by, store
         self._tapped = tapped
         self._stream = ReadyStream(bus, topology, redeclare=tapped is None)
@@ -91,8 +91,9 @@ class StreamSource:
         self.starts = starts
         """Returns the number of crashed starts for a key of :mod:`trinity_agents.trainer.decisions`."""
         self.has_company = batches_per_step > 1
-        """True if a train step combines several batches, or also experiences of other sources. Each of them may then
-        have caused a crash."""
+        """True if a train step combines several batches, or batches with experiences of other sources. A crash then
+        does not show which of them caused it.
+        """
         self._decider = TicketDecider(starts=starts, max_starts=self._max_starts)
         self._handed_out: list[TicketDecision] = []
         """Decisions of the batches that the last call of :meth:`next` returned."""
@@ -115,7 +116,9 @@ class StreamSource:
 
     @property
     def ended(self) -> int | None:
-        """Number of batches of the run, None until the explorer has reported it."""
+        """Number of batches of the run, None until its RunEnd was read, and again once a later batch shows that the run
+        was extended.
+        """
         return self._decider.ended
 
     @property
@@ -140,7 +143,8 @@ class StreamSource:
         done = self._consumed_batches + len(self._ahead)
         count = self._batches_per_step - done % self._batches_per_step
         if self._decider.ended is not None:
-            count = min(count, max(1, self._decider.ended - done))  # a batch that counted as missing may have arrived
+            # at least 1, because a missing batch that was counted as consumed may have arrived
+            count = min(count, max(1, self._decider.ended - done))
         if not self._in_batch_order:
             arrived = self._decider.first(count)
         else:

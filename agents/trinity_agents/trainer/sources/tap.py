@@ -46,7 +46,7 @@ class TapSource:
     Args:
         config: Configuration of the run that trains.
         bus: Bus of the run that trains, for dead letters.
-        topology: Names of the run that trains.
+        topology: Names of the queues and exchanges of the run that trains.
         by: Id of the trainer.
         codec: The trainer's tokenizer.
         create_bus: Creates the bus to the broker of the other run.
@@ -193,7 +193,7 @@ class TapSource:
             topology = Topology.on(self._run.name, self._run.broker)
             bus = await self._connected(topology)
             stack.push_async_callback(bus.close)
-            if self._state:  # the run id may be unknown, if the other run began later than this run
+            if self._state:  # its run id may be None, if the other run had not begun when the state was saved
                 position = self._state["stream"]
             else:
                 offset, self._run_id = await self._start_position(bus, topology)
@@ -244,7 +244,9 @@ class TapSource:
                 await asyncio.sleep(LOOK_SECONDS)
 
     async def _start_position(self, bus: Bus, topology: Topology) -> tuple[int, str | None]:
-        """Return the first offset to read, and the id of the newest run on the stream, None for an empty stream."""
+        """Return the first offset to read, and the id of the run that published the newest message with a run id; None
+        if no message has a run id.
+        """
         run_id, end = None, 0
         async for delivery in ReadyStream(bus, topology).up_to_now():
             run_id = delivery.run_id or run_id
@@ -302,7 +304,8 @@ class TapSource:
             batch.state, batch.reason = "empty", "the operators and the algorithm of this run kept no experience"
 
     def _check_tokens(self, came: ExperienceBatch) -> None:
-        """Compare the other run's tokens with this run's tokenizer.
+        """Compare the other run's tokens with this run's tokenizer: in each batch the largest token with the size of
+        the vocabulary, and in the first batch also the answers' texts with the decoded tokens.
 
         Raises:
             FatalError: The tokens belong to another tokenizer.
