@@ -15,6 +15,7 @@ from yarl import URL
 from tests.broker_fixtures import Tools, connected, note
 from tests.waiting import until
 from trinity_mq.bus.base import BusRefused, BusUnavailable, LockHeld, StreamCut
+from trinity_mq.bus.rabbit import bus as rabbit_bus
 from trinity_mq.bus.rabbit import consumer as rabbit_consumer
 from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.rabbit.connection import BrokerConnection
@@ -30,6 +31,12 @@ OWNED = (
     "amqqueue:get_exclusive_owner(Q) =/= none], ok."
 )
 """Deletes, of all queues with this prefix, those that belong to a connection."""
+FORGOTTEN = (
+    "[mnesia:dirty_delete(rabbit_queue, amqqueue:get_name(Q)) || Q <- rabbit_amqqueue:list(), "
+    'string:prefix(element(4, amqqueue:get_name(Q)), <<"{prefix}">>) =/= nomatch, '
+    "amqqueue:get_exclusive_owner(Q) =/= none], ok."
+)
+"""Deletes the records of the same queues. Their processes live on, and their consumers hear nothing of it."""
 
 pytestmark = pytest.mark.broker
 
@@ -160,14 +167,22 @@ class TestChannels:
             await link.close()
 
     @pytest.mark.timeout(60)
+    @pytest.mark.parametrize("deletion", [OWNED, FORGOTTEN], ids=["told", "untold"])
     async def test_exclusive_queues_that_the_broker_takes_away_come_back_with_bindings_and_locks(
-        self, bus: RabbitBus, broker_url: str, broker_node: Tools, topology: Topology
+        self,
+        bus: RabbitBus,
+        broker_url: str,
+        broker_node: Tools,
+        topology: Topology,
+        deletion: str,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """As the end of a cluster's node may do, while their connection stands."""
+        monkeypatch.setattr(rabbit_bus, "LOOK_SECONDS", 0.5)
         ears = topology.listener("explorer-0", "x", "control", "#")
         lock = await bus.lock("explorer")
         async with connected(broker_url, topology) as other, await bus.consume(ears) as feed:
-            await broker_node.ctl("eval", OWNED.format(prefix=topology.prefix))
+            await broker_node.ctl("eval", deletion.format(prefix=topology.prefix))
             await until(lambda: other.publish(topology.exchange("control"), "control.all", note("hello")), 20)
             async with asyncio.timeout(10):
                 assert (await anext(feed)).body == b"hello"

@@ -51,6 +51,8 @@ T = TypeVar("T")
 
 GHOST_HEARTBEATS = 4
 """Number of heartbeat intervals after which the broker has closed a dead connection and freed its exclusive queues."""
+LOOK_SECONDS = 10.0
+"""Seconds between two checks that the exclusive queues still exist on the broker."""
 
 log = structlog.get_logger(__name__)
 
@@ -224,9 +226,31 @@ class RabbitBus(Bus):
         # the loop must end: ``wait_for`` of Python 3.11, which the client uses to connect, loses a cancellation that
         # arrives just as the attempt ends
         while not self._closed:
-            await self._broken.wait()
+            try:
+                async with asyncio.timeout(LOOK_SECONDS):
+                    await self._broken.wait()
+            except TimeoutError:
+                with contextlib.suppress(BrokerConnectError, BusRefused):  # the connection reports its own loss
+                    await self._look_for_own_queues()
+                continue
             self._broken.clear()
             await retrying(Exception, before_sleep=self._note_failure)(self._repair)
+
+    async def _look_for_own_queues(self) -> None:
+        """Attach the consumers of exclusive queues again, and retake the locks, if their queues are gone.
+
+        When a cluster notices that a node is dead, each remaining node deletes the exclusive queues of the dead node by
+        name, including queues of the same name that were declared since. It does not tell their consumers (seen on
+        4.0.5).
+        """
+        for consumer in tuple(self._consumers):
+            is_own = consumer.queue.kind == "exclusive" and consumer.attached and not consumer.over
+            if is_own and await self._admin.is_lost(consumer.queue.name):
+                consumer.detach()
+        for lock in tuple(self._locks.values()):
+            if lock.held and await self._admin.is_lost(lock.queue):
+                log.warning("lock_taken_again", lock=lock.queue, reason="the broker deleted its queue")
+                await self._retake_locks()
 
     async def _repair(self) -> None:
         """Reopen closed connections and channels, and rebuild their state: locks, then queues, then consumers, then
@@ -262,9 +286,7 @@ class RabbitBus(Bus):
         try:
             await consumer.attach(link)
         except OwnQueueLost:
-            # When a cluster notices that a node is dead, it deletes the exclusive queues of the node by name, including
-            # queues of the same name that were declared since.
-            await self._retake_locks()
+            await self._retake_locks()  # the broker may have deleted their queues too: see _look_for_own_queues
             await self._admin.declare(consumer.queue)
             await consumer.attach(link)
 
@@ -439,6 +461,13 @@ class Admin:
             async with self._opened() as channel:
                 return (await channel.queue_declare(name, passive=True)).message_count or 0
         return None
+
+    async def is_lost(self, name: str) -> bool:
+        """Return whether an exclusive queue of this connection is gone, or belongs to another connection now."""
+        try:
+            return await self.depth(name) is None
+        except Locked:
+            return True
 
     async def own(self, name: str) -> None:
         """Declare an exclusive queue. Raises Locked if another connection holds it."""

@@ -208,6 +208,11 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         self._cancelled.append(channel)
         self._lost(channel)
 
+    def detach(self) -> None:
+        """Attach again, because the queue is gone."""
+        if self._channel is not None:
+            self._cancel(self._channel)
+
     def _lost(self, channel: Channel) -> None:
         if channel is not self._channel:
             return
