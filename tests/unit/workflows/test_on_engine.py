@@ -283,7 +283,7 @@ async def test_a_retry_shares_nothing_with_the_attempt_that_was_given_up(tmp_pat
 
 
 @pytest.mark.parametrize("name", ["thinking_budget_workflow", "async_thinking_budget_workflow"])
-@pytest.mark.parametrize(("budget", "limit"), [(0, 14), (3, 20), (3, None), (9, 10)])
+@pytest.mark.parametrize(("budget", "limit"), [(0, 14), (3, 20), (3, None), (9, 10), (40, None)])
 async def test_thoughts_over_the_budget_are_ended(generator, tmp_path, name, budget, limit):
     """The forced tokens are in the response and are not trained on; all others have the logprobs of the model."""
     end = "</think>"
@@ -303,6 +303,7 @@ async def test_thoughts_over_the_budget_are_ended(generator, tmp_path, name, bud
     assert [one.experience_type for one in experiences] == ["single_turn"] * 3
     for one in experiences:
         response = one.tokens[one.prompt_length :].tolist()
+        assert len(response) <= (limit or 30)
         forced = [place for place, kept in enumerate(one.action_mask.tolist()) if not kept]
         if budget + len(end) > (limit or 30):
             assert forced == [], "the answer ends before the end of the thoughts fits in it"

@@ -62,7 +62,7 @@ class ThinkingBudgetWorkflow(SimpleWorkflow):
     async def _dual_body(self) -> list[Experience]:
         """Ask for the thoughts, end thoughts that exceed the budget, and return one experience for each run."""
         budget, sampling = self._arguments.thinking_token_budget, self._request_sampling()
-        limit = sampling.get("max_tokens")
+        limit = sampling.get("max_tokens") or self.model.sampling.get("max_tokens")
         first = min(max(budget, 1), limit or max(budget, 1))
         begun: list[Experience] = check_asked(
             await call(self.is_async, self.model, "chat", self.format_messages(), **{**sampling, "max_tokens": first})
