@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from tests.unit.workflows.scripted_runs import run_scripted
 from tests.unit.workflows.tiny_engines import make_generator, running
 from trinity_mq.algorithms.estimators import estimate
 from trinity_mq.config import AlgorithmConfig
@@ -33,6 +34,10 @@ TOOLS = [{"name": "add", "parameters": {"type": "object", "properties": {"a": {"
 def multiply(a: int, b: int) -> int:
     """Return a times b."""
     return a * b
+
+
+def in_a_thread(response: str, truth: str) -> float:
+    return float(threading.current_thread().name == "reward")
 
 
 @pytest.fixture(scope="module")
@@ -315,6 +320,20 @@ async def test_thoughts_over_the_budget_are_ended(generator, tmp_path, name, bud
         scored = torch.tensor(generator.score([ScoreRequest(one.tokens.tolist(), one.temperature)])[0])
         exact = torch.isclose(scored[one.prompt_length - 1 :], one.logprobs, atol=1e-4)
         assert exact[one.action_mask].all()
+
+
+def thinking_task(budget):
+    return Task(
+        workflow=load_workflow("async_thinking_budget_workflow"),
+        raw_task={"messages": QUESTION, "answer": "1"},
+        workflow_args={"thinking_token_budget": budget},
+        reward_fn=f"{__name__}.in_a_thread",
+    )
+
+
+async def test_answers_within_a_budget_are_not_rewarded_on_the_event_loop():
+    [experience], _ = await run_scripted(thinking_task(9), ["1", "1", "1"])
+    assert experience.reward == 1.0
 
 
 async def test_a_budget_needs_messages_and_a_number(generator, tmp_path):

@@ -75,7 +75,7 @@ class ThinkingBudgetWorkflow(SimpleWorkflow):
                 response.action_mask = response.action_mask.clone()
                 response.action_mask[place : place + len(end)] = False
         if self.task.reward_fn is not None:
-            return self._rewarded_responses(responses)
+            return await self._with_rewards(responses)
         return self._numbered_responses(responses)
 
     async def _continued(self, answer: Experience, end: list[int], limit: int | None) -> Experience:
