@@ -11,6 +11,7 @@ from trinity_mq.algorithms.estimators import estimate
 from trinity_mq.config import AlgorithmConfig
 from trinity_mq.engines.generation.request import ScoreRequest
 from trinity_mq.experience import ExperienceBatch
+from trinity_mq.models.recording.responses import MASKED_TEXT
 from trinity_mq.testing.scripted import ScriptedGenerator
 from trinity_mq.workflows import (
     AsyncRewardPropagationWorkflow,
@@ -334,6 +335,16 @@ def thinking_task(budget):
 async def test_answers_within_a_budget_are_not_rewarded_on_the_event_loop():
     [experience], _ = await run_scripted(thinking_task(9), ["1", "1", "1"])
     assert experience.reward == 1.0
+
+
+@pytest.mark.parametrize("budget", [0, 3])
+@pytest.mark.parametrize("is_cut", [True, False])
+async def test_a_budget_masks_a_prompt_that_is_too_long(budget, is_cut):
+    """Only the prompt is limited, not the thoughts behind it in the second request."""
+    limits = {"max_prompt_tokens": 5 if is_cut else 20, "enable_prompt_truncation": True}
+    [experience], _ = await run_scripted(thinking_task(budget), ["x" * 9] * 4, **limits)
+    text = MASKED_TEXT if is_cut else f"{'x' * budget}</think>{'x' * 9}"
+    assert (experience.truncate_status, experience.response_text) == ("prompt_truncated" if is_cut else None, text)
 
 
 async def test_a_budget_needs_messages_and_a_number(generator, tmp_path):

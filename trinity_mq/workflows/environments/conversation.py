@@ -60,12 +60,12 @@ class EpisodeConversation:
             sampling: Sampling parameters that override the parameters of the task.
 
         Raises:
-            PromptTooLong: The first message is too long already.
+            PromptTooLong: The first message is too long, and the model does not accept masked experiences.
         """
         self.messages.append({"role": "user", "content": text})
         (response,) = await self._model.chat_async(self.messages, **{**sampling, "n": 1})
         if not self.answers:
-            check_asked([response])
+            check_asked([response], self._model)
         self.answers.append(response)
         if response.truncate_status == PROMPT_TRUNCATED:
             self.cut = True
