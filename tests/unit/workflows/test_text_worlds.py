@@ -56,7 +56,7 @@ async def play(
     record = prompt if isinstance(prompt, dict) else {"prompt": prompt}
     if "textworld" in name or "alfworld" in name:
         arguments = {"games": str(Path(prompt).parent), **arguments}
-    is_eval = arguments.pop("is_eval", False)
+    is_eval, limit = arguments.pop("is_eval", False), arguments.pop("limit", None)
     task = Task(
         workflow=load_workflow(name),
         raw_task=record,
@@ -64,7 +64,7 @@ async def play(
         format_args=FormatConfig(prompt_key="prompt"),
         is_eval=is_eval,
     )
-    experiences, generator = await run_scripted(task, list(answers))
+    experiences, generator = await run_scripted(task, list(answers), max_prompt_tokens=limit)
     return experiences, generator.prompts
 
 
@@ -273,6 +273,14 @@ async def test_raft_with_reflection_trains_on_the_better_second_attempt(game: st
         "RAFT_reflect_alfworld_workflow", game, [*[parts("look")] * 3, *[parts("go")] * 50], worlds
     )
     assert not is_trained(masked)
+
+
+@pytest.mark.parametrize("name", ["RAFT_alfworld_workflow", "RAFT_reflect_alfworld_workflow"])
+async def test_an_attempt_that_the_context_cuts_is_masked(name: str, game: str, worlds: dict[str, str]) -> None:
+    limit = len(prompts.RAFT_ALFWORLD) + 300
+    [masked], asked = await play(name, game, [parts("x" * 200)], worlds, limit=limit)
+    assert len(asked) == 1
+    assert (is_trained(masked), masked.truncate_status) == (False, None)
 
 
 @pytest.fixture
