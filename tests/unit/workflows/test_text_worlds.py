@@ -20,7 +20,7 @@ from trinity_mq.experience import Experience
 from trinity_mq.workflows import SandboxFailed, Task, TaskError, load_workflow
 from trinity_mq.workflows.environments import prompts
 from trinity_mq.workflows.environments.alfworld import read_parts
-from trinity_mq.workflows.environments.children import ChildEnvironment
+from trinity_mq.workflows.environments.children import BusyProcesses, ChildEnvironment
 from trinity_mq.workflows.environments.conversation import read_action
 from trinity_mq.workflows.environments.worlds import (
     ScienceWorldArguments,
@@ -179,6 +179,18 @@ async def test_environments_at_a_time_are_limited_and_a_cancelled_run_frees_its_
     played = await asyncio.gather(*runs)
     assert [experience.reward for [experience], _ in played] == [1.0] * 3
     assert len({users(asked[0])[0] for _, asked in played}) == 1  # one simulator served all
+
+
+async def test_tasks_of_a_program_may_differ_in_their_limit() -> None:
+    busy = BusyProcesses()
+    assert [await busy.take(at_once) for at_once in (2, 2, 3)] == [0, 1, 2]
+    waiting = [asyncio.create_task(busy.take(at_once)) for at_once in (1, 3)]
+    busy.release(1)
+    await asyncio.sleep(0.01)
+    assert [task.done() for task in waiting] == [False, True]
+    for number in (0, 1, 2):
+        busy.release(number)
+    assert await waiting[0] == 0
 
 
 async def test_what_is_missing_is_said_before_a_run_and_by_it(tmp_path: Path, worlds: dict[str, str]) -> None:
