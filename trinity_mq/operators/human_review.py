@@ -137,7 +137,10 @@ class HumanReview(ExperienceOperatorV1):
         reasons_by_run = {
             rid: reasons for rid, run in runs.items() if (reasons := self._reasons(run, tasks[run[-1].eid.tid]))
         }
-        order = sorted(reasons_by_run, key=lambda rid: _uniform_hash(self.choose.seed, runs[rid][-1].eid.uid))
+        # not the hash of the fraction: its runs have the lowest values, and would all come first
+        order = sorted(
+            reasons_by_run, key=lambda rid: _uniform_hash(self.choose.seed, f"order {runs[rid][-1].eid.uid}")
+        )
         return runs, [(rid, reasons_by_run[rid]) for rid in order]
 
     def _reasons(self, run: Sequence[Experience], rewards: Sequence[float | None]) -> list[str]:

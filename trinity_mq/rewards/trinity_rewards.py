@@ -145,8 +145,8 @@ def compute_score_v0(solution_str: str, ground_truth: Any) -> float:
 
 def compute_score(solution_str: Any, ground_truth: Any) -> tuple[float, str]:
     """Return 1.0 if a solution is right by the comparison of :class:`MathDAPORewardFn`, else 0.0, and its answer."""
-    result = compare("dapo", str(solution_str), str(ground_truth))
-    return float(result.right), result.answer or ""
+    result = compare("dapo", str(solution_str), "" if ground_truth is None else str(ground_truth))
+    return float(ground_truth is not None and result.right), result.answer or ""
 
 
 def grade_answer(given_answer: str | None, ground_truth: str) -> tuple[bool, str]:

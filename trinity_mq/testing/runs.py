@@ -42,7 +42,7 @@ class LocalRun:
             *overrides,
         ]
         self.process: asyncio.subprocess.Process | None = None
-        self._output = b""
+        self._output = bytearray()
 
     async def __aenter__(self) -> Self:
         """Start the run."""
@@ -52,7 +52,15 @@ class LocalRun:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
+        self._reading = asyncio.create_task(self._read_output())
         return self
+
+    async def _read_output(self) -> None:
+        """Collect the output until the run closes it: a run whose output is not read blocks when the pipe is full."""
+        assert self.process is not None
+        assert self.process.stdout is not None
+        while part := await self.process.stdout.read(1 << 16):
+            self._output += part
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -66,6 +74,7 @@ class LocalRun:
             except TimeoutError:
                 self.process.kill()
                 await self.process.wait()
+        self._reading.cancel()
 
     async def ended(self, seconds: float) -> tuple[int, str]:
         """Return exit code and output once the process of the run has ended.
@@ -75,8 +84,8 @@ class LocalRun:
         """
         assert self.process is not None
         async with asyncio.timeout(seconds):
-            output, _ = await self.process.communicate()
-        self._output += output or b""
+            await asyncio.wait([self._reading])
+            await self.process.wait()
         assert self.process.returncode is not None
         return self.process.returncode, self._output.decode(errors="replace")
 

@@ -274,6 +274,7 @@ def test_plug_ins_can_match_an_answer(response: str, matched: tuple[bool, str]) 
 def test_plug_ins_can_grade_an_answer() -> None:
     assert compute_score("\\boxed{\\frac12}", "0.5") == (1.0, "\\frac12")
     assert compute_score("no", 7) == (0.0, "no")
+    assert compute_score("\\boxed{None}", None) == (0.0, "None")
     assert grade_answer("2x+1", "1+2x") == (True, "2x+1")
     assert grade_answer("12\\text{ cm}", "12") == (True, "12")
     assert [grade_answer(answer, "7")[0] for answer in ("8", None, "9" * 100_000)] == [False] * 3

@@ -18,7 +18,7 @@ from trinity_mq.testing.scripted import Answer, scripted_model
 from trinity_mq.workflows import RunFailedError, Task, TaskError, load_workflow
 from trinity_mq.workflows.agentscope.adapter import AgentScopeAdapterArguments
 from trinity_mq.workflows.agentscope.email_search import EmailSearchArguments, MailArchive
-from trinity_mq.workflows.agentscope.react import bare_truth, says_right
+from trinity_mq.workflows.agentscope.react import bare_truth, boxed_parts, says_right
 
 HAS = importlib.util.find_spec("agentscope") is not None
 real = pytest.mark.skipif(not HAS, reason="AgentScope 1.x is not installed: extra agentscope")
@@ -277,3 +277,4 @@ def test_verdicts_and_truths_are_read_as_in_trinity() -> None:
     assert not says_right("Correctness: NO\nYES")
     assert not says_right("Correctness " * 100_000)
     assert (bare_truth("so #### 5 "), bare_truth(7)) == ("5", "7")
+    assert boxed_parts("\\boxed{None}", None)["accuracy"] == 0.0

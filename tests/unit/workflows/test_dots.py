@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -47,7 +47,11 @@ def player(hints: str = WRITTEN, move: str | None = None) -> Callable[[str], str
 
 
 async def run_pack(
-    script: Callable[[str], str], run: int = 0, record: dict[str, Any] | None = None, **arguments: Any
+    script: Callable[[str], str],
+    run: int = 0,
+    record: dict[str, Any] | None = None,
+    limits: Mapping[str, int] | None = None,
+    **arguments: Any,
 ) -> tuple[list[Experience], list[str]]:
     """Return the experiences of a run, and the prompts."""
     task = Task(
@@ -55,7 +59,7 @@ async def run_pack(
         raw_task=record or {"seed": 5, "index": 0, "uid": "grid_navigation_5"},
         workflow_args={**SMALL, **arguments},
     )
-    experiences, generator = await run_scripted(task, script, run=run)
+    experiences, generator = await run_scripted(task, script, run=run, **(limits or {}))
     return experiences, generator.prompts
 
 
@@ -173,6 +177,15 @@ async def test_hints_that_cannot_be_read_or_are_too_long_cost_their_penalty() ->
     assert long[1].reward == pytest.approx(-0.05)
     short, _ = await run_pack(player(), pack_size=2, hint_penalty_coef=0.1, hint_len_min_penalty=999, **bounds)
     assert short[1].reward == pytest.approx(-0.1)
+
+
+async def test_hints_that_make_a_later_prompt_too_long_cost_its_reward() -> None:
+    long = WRITTEN.replace("Stay", "Stay" * 900)
+    limits = {"max_prompt_tokens": 6600, "max_response_tokens": 5000}
+    experiences, _ = await run_pack(player(long), pack_size=3, limits=limits)
+    tasks = [(one.info["exp_type"], one.truncate_status, one.reward == 0) for one in experiences]
+    cut = ("solve_task", "prompt_truncated", True)
+    assert tasks == [("solve_task", None, False), ("gen_hint", None, True), cut, cut]
 
 
 async def test_long_answers_lower_the_reward_of_a_solved_task() -> None:

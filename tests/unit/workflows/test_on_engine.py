@@ -5,11 +5,13 @@ import threading
 import pytest
 import torch
 
+from tests.unit.workflows.scripted_runs import run_scripted
 from tests.unit.workflows.tiny_engines import make_generator, running
 from trinity_mq.algorithms.estimators import estimate
 from trinity_mq.config import AlgorithmConfig
 from trinity_mq.engines.generation.request import ScoreRequest
 from trinity_mq.experience import ExperienceBatch
+from trinity_mq.models.recording.responses import MASKED_TEXT
 from trinity_mq.testing.scripted import ScriptedGenerator
 from trinity_mq.workflows import (
     AsyncRewardPropagationWorkflow,
@@ -33,6 +35,10 @@ TOOLS = [{"name": "add", "parameters": {"type": "object", "properties": {"a": {"
 def multiply(a: int, b: int) -> int:
     """Return a times b."""
     return a * b
+
+
+def in_a_thread(response: str, truth: str) -> float:
+    return float(threading.current_thread().name == "reward")
 
 
 @pytest.fixture(scope="module")
@@ -283,7 +289,7 @@ async def test_a_retry_shares_nothing_with_the_attempt_that_was_given_up(tmp_pat
 
 
 @pytest.mark.parametrize("name", ["thinking_budget_workflow", "async_thinking_budget_workflow"])
-@pytest.mark.parametrize(("budget", "limit"), [(0, 14), (3, 20), (3, None), (9, 10)])
+@pytest.mark.parametrize(("budget", "limit"), [(0, 14), (3, 20), (3, None), (9, 10), (40, None)])
 async def test_thoughts_over_the_budget_are_ended(generator, tmp_path, name, budget, limit):
     """The forced tokens are in the response and are not trained on; all others have the logprobs of the model."""
     end = "</think>"
@@ -303,6 +309,7 @@ async def test_thoughts_over_the_budget_are_ended(generator, tmp_path, name, bud
     assert [one.experience_type for one in experiences] == ["single_turn"] * 3
     for one in experiences:
         response = one.tokens[one.prompt_length :].tolist()
+        assert len(response) <= (limit or 30)
         forced = [place for place, kept in enumerate(one.action_mask.tolist()) if not kept]
         if budget + len(end) > (limit or 30):
             assert forced == [], "the answer ends before the end of the thoughts fits in it"
@@ -314,6 +321,30 @@ async def test_thoughts_over_the_budget_are_ended(generator, tmp_path, name, bud
         scored = torch.tensor(generator.score([ScoreRequest(one.tokens.tolist(), one.temperature)])[0])
         exact = torch.isclose(scored[one.prompt_length - 1 :], one.logprobs, atol=1e-4)
         assert exact[one.action_mask].all()
+
+
+def thinking_task(budget):
+    return Task(
+        workflow=load_workflow("async_thinking_budget_workflow"),
+        raw_task={"messages": QUESTION, "answer": "1"},
+        workflow_args={"thinking_token_budget": budget},
+        reward_fn=f"{__name__}.in_a_thread",
+    )
+
+
+async def test_answers_within_a_budget_are_not_rewarded_on_the_event_loop():
+    [experience], _ = await run_scripted(thinking_task(9), ["1", "1", "1"])
+    assert experience.reward == 1.0
+
+
+@pytest.mark.parametrize("budget", [0, 3])
+@pytest.mark.parametrize("is_cut", [True, False])
+async def test_a_budget_masks_a_prompt_that_is_too_long(budget, is_cut):
+    """Only the prompt is limited, not the thoughts behind it in the second request."""
+    limits = {"max_prompt_tokens": 5 if is_cut else 20, "enable_prompt_truncation": True}
+    [experience], _ = await run_scripted(thinking_task(budget), ["x" * 9] * 4, **limits)
+    text = MASKED_TEXT if is_cut else f"{'x' * budget}</think>{'x' * 9}"
+    assert (experience.truncate_status, experience.response_text) == ("prompt_truncated" if is_cut else None, text)
 
 
 async def test_a_budget_needs_messages_and_a_number(generator, tmp_path):

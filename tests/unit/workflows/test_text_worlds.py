@@ -20,7 +20,7 @@ from trinity_mq.experience import Experience
 from trinity_mq.workflows import SandboxFailed, Task, TaskError, load_workflow
 from trinity_mq.workflows.environments import prompts
 from trinity_mq.workflows.environments.alfworld import read_parts
-from trinity_mq.workflows.environments.children import ChildEnvironment
+from trinity_mq.workflows.environments.children import BusyProcesses, ChildEnvironment
 from trinity_mq.workflows.environments.conversation import read_action
 from trinity_mq.workflows.environments.worlds import (
     ScienceWorldArguments,
@@ -56,7 +56,7 @@ async def play(
     record = prompt if isinstance(prompt, dict) else {"prompt": prompt}
     if "textworld" in name or "alfworld" in name:
         arguments = {"games": str(Path(prompt).parent), **arguments}
-    is_eval = arguments.pop("is_eval", False)
+    is_eval, limit = arguments.pop("is_eval", False), arguments.pop("limit", None)
     task = Task(
         workflow=load_workflow(name),
         raw_task=record,
@@ -64,7 +64,7 @@ async def play(
         format_args=FormatConfig(prompt_key="prompt"),
         is_eval=is_eval,
     )
-    experiences, generator = await run_scripted(task, list(answers))
+    experiences, generator = await run_scripted(task, list(answers), max_prompt_tokens=limit)
     return experiences, generator.prompts
 
 
@@ -181,6 +181,18 @@ async def test_environments_at_a_time_are_limited_and_a_cancelled_run_frees_its_
     assert len({users(asked[0])[0] for _, asked in played}) == 1  # one simulator served all
 
 
+async def test_tasks_of_a_program_may_differ_in_their_limit() -> None:
+    busy = BusyProcesses()
+    assert [await busy.take(at_once) for at_once in (2, 2, 3)] == [0, 1, 2]
+    waiting = [asyncio.create_task(busy.take(at_once)) for at_once in (1, 3)]
+    busy.release(1)
+    await asyncio.sleep(0.01)
+    assert [task.done() for task in waiting] == [False, True]
+    for number in (0, 1, 2):
+        busy.release(number)
+    assert await waiting[0] == 0
+
+
 async def test_what_is_missing_is_said_before_a_run_and_by_it(tmp_path: Path, worlds: dict[str, str]) -> None:
     assert ScienceWorldArguments(env=worlds).missing() == []
     env = {"PYTHONPATH": str(tmp_path / "nowhere"), "PATH": str(tmp_path / "nowhere")}
@@ -273,6 +285,14 @@ async def test_raft_with_reflection_trains_on_the_better_second_attempt(game: st
         "RAFT_reflect_alfworld_workflow", game, [*[parts("look")] * 3, *[parts("go")] * 50], worlds
     )
     assert not is_trained(masked)
+
+
+@pytest.mark.parametrize("name", ["RAFT_alfworld_workflow", "RAFT_reflect_alfworld_workflow"])
+async def test_an_attempt_that_the_context_cuts_is_masked(name: str, game: str, worlds: dict[str, str]) -> None:
+    limit = len(prompts.RAFT_ALFWORLD) + 300
+    [masked], asked = await play(name, game, [parts("x" * 200)], worlds, limit=limit)
+    assert len(asked) == 1
+    assert (is_trained(masked), masked.truncate_status) == (False, None)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from dataclasses import replace
 from typing import Annotated, Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from pydantic import Field
 
 from tests.unit.workflows.tiny_engines import running
+from trinity_mq.models.recording.responses import MASKED_TEXT
 from trinity_mq.rewards import UnknownNameError
 from trinity_mq.testing.scripted import CHAT_TEMPLATE, ScriptedGenerator, byte_codec
 from trinity_mq.workflows import SandboxFailed, Task, TaskError, load_workflow
@@ -34,6 +36,10 @@ def multiply(a: int, b: int) -> int:
 async def multiply_later(a: int, b: int) -> int:
     """Return a times b."""
     return a * b
+
+
+def is_empty(response: str, truth: str) -> float:
+    return float(response == "")
 
 
 def call(name, **arguments):
@@ -181,6 +187,18 @@ async def test_the_turns_have_an_end(tmp_path, twin):
     scripted = ScriptedGenerator([call("multiply", a=3, b=4)] * 5)
     experiences = await experiences_of(scripted, tmp_path, using(twin, max_turns=3))
     assert [(one.eid.step, one.reward) for one in experiences] == [(0, 0.0), (1, 0.0), (2, 0.0)]
+
+
+@TWINS
+@pytest.mark.parametrize(
+    ("max_turns", "max_model_len"), [pytest.param(2, 9000, id="turns"), pytest.param(5, 2000, id="context")]
+)
+async def test_a_run_that_a_limit_ends_has_an_empty_answer(tmp_path, twin, max_turns, max_model_len):
+    reply = rf"\boxed{{12}} {call('gives', size=1500)}"
+    task = replace(using(twin, max_turns=max_turns, tools=[f"{HERE}.gives"]), reward_fn=f"{HERE}.is_empty")
+    experiences = await experiences_of(ScriptedGenerator([reply] * 5, max_model_len=max_model_len), tmp_path, task)
+    assert (len(experiences) > 1, {one.reward for one in experiences}) == (True, {1.0})
+    assert (experiences[-1].response_text == MASKED_TEXT) == (max_turns == 5)
 
 
 @TWINS

@@ -98,6 +98,12 @@ async def test_a_conversation_over_its_tokens_ends_without_a_reward() -> None:
     assert limits == [200, 200]
 
 
+async def test_a_first_prompt_that_is_too_long_is_masked_if_this_is_wanted() -> None:
+    task = Task(workflow=load_workflow("frozen_lake_workflow"), raw_task=RECORD)
+    [experience], _ = await run_scripted(task, [], max_prompt_tokens=9, enable_prompt_truncation=True)
+    assert (experience.reward, experience.truncate_status) == (0.0, "prompt_truncated")
+
+
 @pytest.mark.parametrize(
     ("answer", "move"),
     [

@@ -388,6 +388,13 @@ async def test_sudoku(name: str, answers: list[str], prompts: list[str], wanted:
     assert [experience.eid.step for experience in experiences] == list(range(len(wanted)))
 
 
+async def test_a_prompt_of_sudoku_that_is_too_long_is_masked_and_not_judged(stub_model: Any) -> None:
+    model = stub_model([("[masked]", "prompt_truncated")])
+    model.enable_prompt_truncation = True
+    [experience] = await outcome("sudoku_workflow", model, 1, raw_task={})
+    assert (experience.reward, experience.truncate_status) == (0.0, "prompt_truncated")
+
+
 async def test_the_runs_of_a_task_get_the_same_random_board(stub_model: Any) -> None:
     models = [stub_model(["no"]) for _ in range(3)]
     for model in models:

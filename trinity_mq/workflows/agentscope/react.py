@@ -90,8 +90,12 @@ def result_of(message: Any) -> str:
     return str(message.content)
 
 
-def bare_truth(truth: Any) -> str:
-    """Return the answer after ``####``, as GSM8K marks it, else the whole truth."""
+def bare_truth(truth: Any) -> str | None:
+    """Return the answer after ``####``, as GSM8K marks it, else the whole truth. None remains None: every answer is
+    then wrong.
+    """
+    if truth is None:
+        return None
     text = str(truth)
     return text.split("####")[1].strip() if "####" in text else text
 

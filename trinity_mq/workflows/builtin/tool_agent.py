@@ -45,9 +45,9 @@ class ToolAgentArguments(Arguments):
 class ToolAgentWorkflow(FinalRewardWorkflow):
     """A tool-using agent, one run at a time.
 
-    Each turn is an experience. All turns get the reward of the text of the last turn, which counts as unfinished if the
-    run reached the limit of turns or of context first. Tool results are in the prompt of the next turn, so they are not
-    trained on.
+    Each turn is an experience. All turns get the reward of the answer, which is the text of the turn without calls that
+    ends the run. The answer is empty if the run reached the limit of turns or of context first. Tool results are in the
+    prompt of the next turn, so they are not trained on.
     """
 
     arguments_kind = ToolAgentArguments
@@ -64,7 +64,8 @@ class ToolAgentWorkflow(FinalRewardWorkflow):
         system = task.format_args.system_prompt
         self._conversation: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         self._conversation.append({"role": "user", "content": question_of(task)})
-        self._answer, self._finished = "", False
+        self._answer: str | None = None
+        self._finished = False
         self._call_count = self._error_count = 0
 
     @property
@@ -92,13 +93,13 @@ class ToolAgentWorkflow(FinalRewardWorkflow):
         return bool(calls)
 
     async def _run_reward(self, exps: list[Experience]) -> float:
-        """Return the reward of the text of the last turn; its parts and the tool counters become metrics."""
+        """Return the reward of the answer; its parts and the tool counters become metrics."""
         # the whole sampled text is judged: the message lacks the thoughts, which the prompt may have opened
-        sampled = exps[-1].response_text if exps else None
+        sampled = exps[-1].response_text if exps and self._answer is not None else None
         judge = functools.partial(
             parts_of,
             self._answer_reward,
-            self._answer if sampled is None else sampled,
+            (self._answer or "") if sampled is None else sampled,
             truth_text(self.task.truth),
             finished=self._finished,
             record=self.task.raw_task,

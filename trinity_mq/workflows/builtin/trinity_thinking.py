@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trinity_mq.experience import Experience
 from trinity_mq.experience.rules import RESPONSE_TRUNCATED, SINGLE_TURN, Versions
-from trinity_mq.models.recording.responses import check_asked
+from trinity_mq.models.recording.responses import check_asked, is_asked
 from trinity_mq.workflows.arguments import Arguments, arguments_of
 from trinity_mq.workflows.builtin.distill import ONE_TOKEN
 from trinity_mq.workflows.builtin.simple import SimpleWorkflow
@@ -62,10 +62,11 @@ class ThinkingBudgetWorkflow(SimpleWorkflow):
     async def _dual_body(self) -> list[Experience]:
         """Ask for the thoughts, end thoughts that exceed the budget, and return one experience for each run."""
         budget, sampling = self._arguments.thinking_token_budget, self._request_sampling()
-        limit = sampling.get("max_tokens")
+        limit = sampling.get("max_tokens") or self.model.sampling.get("max_tokens")
         first = min(max(budget, 1), limit or max(budget, 1))
         begun: list[Experience] = check_asked(
-            await call(self.is_async, self.model, "chat", self.format_messages(), **{**sampling, "max_tokens": first})
+            await call(self.is_async, self.model, "chat", self.format_messages(), **{**sampling, "max_tokens": first}),
+            self.model,
         )
         end = await self._end_tokens()
         responses = await gather(self.is_async, [self._continued(answer, end, limit) for answer in begun])
@@ -75,16 +76,18 @@ class ThinkingBudgetWorkflow(SimpleWorkflow):
                 response.action_mask = response.action_mask.clone()
                 response.action_mask[place : place + len(end)] = False
         if self.task.reward_fn is not None:
-            return self._rewarded_responses(responses)
+            return await self._with_rewards(responses)
         return self._numbered_responses(responses)
 
     async def _continued(self, answer: Experience, end: list[int], limit: int | None) -> Experience:
-        """Return ``answer``, continued if it used up the budget and ``limit`` allows more tokens."""
+        """Return ``answer``, continued if it used up the budget and ``limit`` and the model's context allow more
+        tokens.
+        """
         tokens = answer.tokens.tolist()
         begun_tokens = tokens[answer.prompt_length :]
         budget = self._arguments.thinking_token_budget
         has_ended = _place(begun_tokens, end) is not None
-        if budget and answer.truncate_status != RESPONSE_TRUNCATED:
+        if not is_asked([answer]) or (budget and answer.truncate_status != RESPONSE_TRUNCATED):
             return answer
         begun_tokens = begun_tokens[:budget]
         forced = [] if has_ended and budget else end
@@ -92,8 +95,12 @@ class ThinkingBudgetWorkflow(SimpleWorkflow):
         if rest is not None and rest < 1:
             return answer
         prefix = [*tokens[: answer.prompt_length], *begun_tokens, *forced]
-        sampling = {**self._request_sampling(), "n": 1} | ({} if rest is None else {"max_tokens": rest})
-        [tail] = check_asked(await call(self.is_async, self.model, "generate", [prefix], **sampling))
+        # the thoughts are no part of the prompt, so only the context limits them
+        sampling = {**self._request_sampling(), "n": 1, "max_prompt_tokens": None}
+        sampling |= {} if rest is None else {"max_tokens": rest}
+        [tail] = await call(self.is_async, self.model, "generate", [prefix], **sampling)
+        if not is_asked([tail]):
+            return answer
         return _joined(answer, len(begun_tokens), forced, tail, self._arguments.reasoning_end_str)
 
     async def _end_tokens(self) -> list[int]:

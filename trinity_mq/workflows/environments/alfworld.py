@@ -14,6 +14,7 @@ import torch
 from pydantic import Field
 
 from trinity_mq.experience import Experience
+from trinity_mq.models.recording.responses import is_asked
 from trinity_mq.workflows.environments.children import ChildEnvironment, GameFileArguments, GameFileWorkflow
 from trinity_mq.workflows.environments.conversation import EpisodeConversation, numbers
 from trinity_mq.workflows.environments.prompts import ALFWORLD, RAFT_ALFWORLD, RAFT_SECOND_ATTEMPT
@@ -142,7 +143,7 @@ class RAFTAlfworldWorkflow(GameFileWorkflow):
         """Play the game once. :data:`REPEATED` equal actions end a first attempt. ``feedback``: the messages that a
         second attempt begins with.
         """
-        conversation = EpisodeConversation(self.model, RAFT_ALFWORLD)
+        conversation = EpisodeConversation(self.model, RAFT_ALFWORLD, is_first=feedback is None)
         clean = list(conversation.messages)
         if feedback is not None:
             conversation.messages = feedback
@@ -171,8 +172,10 @@ class RAFTAlfworldWorkflow(GameFileWorkflow):
         return self._finished(experience, reward, facts)
 
     def _masked(self, attempt: Attempt, facts: Mapping[str, float]) -> Experience:
-        """Return an experience that is not trained on, with the metrics of the run."""
-        experience = attempt.answers[-1]
+        """Return the last answer as an experience that is not trained on, with the metrics of the run. A prompt that
+        was too long has no answer, and counts only if it was the first.
+        """
+        experience = next((answer for answer in reversed(attempt.answers) if is_asked([answer])), attempt.answers[-1])
         experience.action_mask = torch.zeros(len(experience.tokens) - experience.prompt_length, dtype=torch.bool)
         return self._finished(experience, attempt.reward, facts)
 
@@ -186,7 +189,7 @@ class RAFTAlfworldWorkflow(GameFileWorkflow):
 class RAFTReflectAlfworldWorkflow(RAFTAlfworldWorkflow):
     """:class:`RAFTAlfworldWorkflow` with a second attempt after a failed one, which sees the first attempt and its
     result. The second attempt is trained on, without the first attempt, if its reward is higher, or if it needs fewer
-    steps for a full reward.
+    steps for a full reward. If its first prompt is too long for the model, the run gives the masked first attempt.
     """
 
     async def _after_failure(
@@ -196,6 +199,8 @@ class RAFTReflectAlfworldWorkflow(RAFTAlfworldWorkflow):
         messages = [*attempt.messages, {"role": "system", "content": feedback}]
         await environment.open(self._first())
         second = await self._attempt(environment, messages)
+        if not is_asked(second.answers):
+            return [self._masked(attempt, facts)]
         better = second.reward > attempt.reward
         faster = second.steps < attempt.steps and second.reward >= 1.0
         metrics = {

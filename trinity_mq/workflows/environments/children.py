@@ -33,8 +33,32 @@ CHECK_SECONDS = 30.0
 """Time limit in seconds of the check for missing packages."""
 
 _KEYS = itertools.count()
-_FREE: weakref.WeakKeyDictionary[PersistentProgram, asyncio.LifoQueue[int]] = weakref.WeakKeyDictionary()
-"""Numbers of the processes that no run uses, by the process with number 0 of the same program."""
+
+
+class BusyProcesses:
+    """Numbers of the processes of a program that runs use."""
+
+    def __init__(self) -> None:
+        self._numbers: set[int] = set()
+        self._changed = asyncio.Event()
+
+    async def take(self, at_once: int) -> int:
+        """Wait until fewer than ``at_once`` processes are in use; return the lowest free number."""
+        while len(self._numbers) >= at_once:
+            self._changed.clear()
+            await self._changed.wait()
+        number = next(number for number in itertools.count() if number not in self._numbers)
+        self._numbers.add(number)
+        return number
+
+    def release(self, number: int) -> None:
+        """Let another run use a process."""
+        self._numbers.remove(number)
+        self._changed.set()
+
+
+_BUSY: weakref.WeakKeyDictionary[PersistentProgram, BusyProcesses] = weakref.WeakKeyDictionary()
+"""The processes in use, by the process with number 0 of the same program."""
 
 
 class ChildArguments(Arguments):
@@ -48,7 +72,9 @@ class ChildArguments(Arguments):
     ``PATH``, ``PYTHON*``, ``TMPDIR`` and ``TZ``, so that it sees no keys.
     """
     at_once: int = Field(default=8, ge=1)
-    """Maximum environments at a time in each runner. Waiting counts towards ``explorer.max_timeout``."""
+    """Maximum environments of the program at a time in each runner, of all tasks together. Waiting counts towards
+    ``explorer.max_timeout``.
+    """
     step_seconds: float = Field(default=300.0, gt=0)
     """Time limit in seconds of one action, and of making an environment. After this time the environment's process is
     killed.
@@ -168,8 +194,8 @@ class ChildWorkflow(ConversationWorkflow):
         """
         arguments: ChildArguments = self.arguments
         first, program = self._first(), arguments.program()
-        free = _free_processes(kept(program), arguments.at_once)
-        number = await free.get()
+        busy = _BUSY.setdefault(kept(program), BusyProcesses())
+        number = await busy.take(arguments.at_once)
         environment = ChildEnvironment(arguments, kept(program, 0 if arguments.is_shared else number))
         try:
             await environment.open(first)
@@ -178,7 +204,7 @@ class ChildWorkflow(ConversationWorkflow):
             try:
                 await environment.close()
             finally:
-                free.put_nowait(number)
+                busy.release(number)
 
     @abstractmethod
     def _first(self) -> Mapping[str, Any]:
@@ -212,15 +238,6 @@ class ChildWorkflow(ConversationWorkflow):
     async def _act(self, environment: ChildEnvironment, answer: str) -> Mapping[str, Any]:
         """Execute the action of an answer; return the state after it."""
         return await environment.step(read_action(answer))
-
-
-def _free_processes(first: PersistentProgram, at_once: int) -> asyncio.LifoQueue[int]:
-    """Return the numbers of the processes that no run uses. The process that was used last is used first."""
-    if first not in _FREE:
-        _FREE[first] = asyncio.LifoQueue()
-        for number in reversed(range(at_once)):
-            _FREE[first].put_nowait(number)
-    return _FREE[first]
 
 
 class GameFileArguments(ChildArguments):

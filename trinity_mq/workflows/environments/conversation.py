@@ -37,10 +37,12 @@ class EpisodeConversation:
     Args:
         model: The model.
         system: The system prompt.
+        is_first: Whether the run has no experiences yet. A first message that is too long then fails the run, unless
+            the model accepts masked experiences.
     """
 
-    def __init__(self, model: ModelWrapper, system: str) -> None:
-        self._model = model
+    def __init__(self, model: ModelWrapper, system: str, *, is_first: bool = True) -> None:
+        self._model, self._is_first = model, is_first
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}]
         self.answers: list[Experience] = []
         """An experience for each request."""
@@ -60,12 +62,12 @@ class EpisodeConversation:
             sampling: Sampling parameters that override the parameters of the task.
 
         Raises:
-            PromptTooLong: The first message is too long already.
+            PromptTooLong: The first message of the run is too long, and the model does not accept masked experiences.
         """
         self.messages.append({"role": "user", "content": text})
         (response,) = await self._model.chat_async(self.messages, **{**sampling, "n": 1})
-        if not self.answers:
-            check_asked([response])
+        if self._is_first and not self.answers:
+            check_asked([response], self._model)
         self.answers.append(response)
         if response.truncate_status == PROMPT_TRUNCATED:
             self.cut = True

@@ -15,7 +15,6 @@ import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from trinity_mq.experience import Experience
-from trinity_mq.models.errors import PromptTooLong
 from trinity_mq.workflows.arguments import Arguments
 from trinity_mq.workflows.environments.conversation import ConversationWorkflow, EpisodeConversation
 from trinity_mq.workflows.environments.prompts import (
@@ -273,7 +272,7 @@ class GridNavigationPackWorkflow(ConversationWorkflow):
         experiences: list[Experience] = []
         for number, seed in enumerate(seeds):
             task = GridTask(grid, self.arguments, seed)
-            solved, trajectory = await self._solve(task, hints)
+            solved, trajectory = await self._solve(task, hints, is_first=not number)
             reward = float(solved[-1].reward or 0.0)
             for experience in solved:
                 experience.info.update(exp_type="solve_task", task_idx=number)
@@ -291,13 +290,17 @@ class GridNavigationPackWorkflow(ConversationWorkflow):
         experiences[-1].metrics["pack_reward"] = sum(rewards) / len(rewards)
         return experiences
 
-    async def _solve(self, task: GridTask, hints: str) -> tuple[list[Experience], str]:
-        """Return the experiences of a task, and its course as the author of hints reads it."""
+    async def _solve(self, task: GridTask, hints: str, *, is_first: bool) -> tuple[list[Experience], str]:
+        """Return the experiences of a task, and its course as the author of hints reads it. A later task whose first
+        prompt is too long, because of its hints, has a masked experience with reward 0.
+        """
         arguments = self.arguments
         system = GRID_NAVIGATION.format(reveal_radius=arguments.reveal_radius)
         limit = arguments.max_response_tokens_restraint
         conversation = EpisodeConversation(
-            self.model, f"{system}{HINTS_SECTION}{hints}" + (LENGTH_SECTION.format(limit=limit) if limit else "")
+            self.model,
+            f"{system}{HINTS_SECTION}{hints}" + (LENGTH_SECTION.format(limit=limit) if limit else ""),
+            is_first=is_first,
         )
         feedback = ""
         while not task.over:
@@ -335,12 +338,9 @@ class GridNavigationPackWorkflow(ConversationWorkflow):
         system = UPDATE_HINTS + (UPDATE_HINTS_EXAMPLE if arguments.hint_example else "")
         if arguments.max_response_tokens_restraint:
             system += UPDATE_LENGTH.format(limit=arguments.max_response_tokens_restraint)
-        conversation = EpisodeConversation(self.model, system)
+        conversation = EpisodeConversation(self.model, system, is_first=False)
         request = UPDATE_REQUEST.format(hints=hints, trajectory=trajectory, reward=reward, feedback=feedback)
-        try:
-            answer = await conversation.ask(request)
-        except PromptTooLong:
-            return [], hints
+        answer = await conversation.ask(request)
         if answer is None:
             return [], hints
         text = between(answer, HINTS_BEGIN, HINTS_END).strip()

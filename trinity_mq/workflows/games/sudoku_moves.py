@@ -12,6 +12,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from trinity_mq.experience import Experience
+from trinity_mq.experience.rules import PROMPT_TRUNCATED
 from trinity_mq.models.recording.responses import check_asked
 from trinity_mq.workflows.games.sudoku import full_grid, units
 from trinity_mq.workflows.sync_async import DualWorkflow, call
@@ -88,11 +89,12 @@ class SudokuMovesWorkflow(DualWorkflow):
         experiences: list[Experience] = []
         for step in range(MAX_STEPS):
             messages = [{"role": "user", "content": self._prompt(step)}]
-            [answer] = check_asked(await call(self.is_async, self.model, "chat", messages, n=1))
-            answer.reward = self._reward(parse_moves(answer.response_text or ""))
+            [answer] = check_asked(await call(self.is_async, self.model, "chat", messages, n=1), self.model)
+            is_cut = answer.truncate_status == PROMPT_TRUNCATED  # the model never saw the board, so there is no move
+            answer.reward = 0.0 if is_cut else self._reward(parse_moves(answer.response_text or ""))
             answer.eid.step = step
             experiences.append(answer)
-            if answer.reward:
+            if answer.reward or is_cut:
                 break
         return experiences
 

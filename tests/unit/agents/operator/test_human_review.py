@@ -15,7 +15,7 @@ from trinity_agents import simulation
 from trinity_agents.operator.agent import Operator
 from trinity_mq.bus import Envelope
 from trinity_mq.config import ConfigError, OperatorConfig, load_config
-from trinity_mq.experience import Experience
+from trinity_mq.experience import EID, Experience
 from trinity_mq.messages import ReviewClosed, ReviewRequest, decode
 from trinity_mq.operations.review import full_text
 from trinity_mq.operators import OperatorConfigError, create_operators
@@ -158,6 +158,16 @@ async def test_after_a_crash_what_was_decided_stays_decided() -> None:
             assert await until(lambda: bool(ready(world))) < 30.0
     assert await rewards(world) == {0: 0.0}
     assert len(closings(world)) == 1
+
+
+def test_runs_of_the_fraction_are_not_asked_first() -> None:
+    review = HumanReview(choose=ReviewConditions(reward_above=0.9, fraction=0.2))
+    eids = [EID(batch=1, task=0, run=run, suffix="x") for run in range(200)]
+    runs = [Experience(eid=eid, tokens=[1, 2], prompt_length=1, reward=float(eid.run % 2)) for eid in eids]
+    _, chosen = review._select_runs(runs)
+    is_random = [reason.startswith("one of") for _, (reason,) in chosen]
+    assert 10 < sum(is_random) < 30
+    assert sum(is_random[:40]) < 15
 
 
 async def test_people_are_told_the_expected_answer() -> None:
