@@ -265,7 +265,7 @@ class EstimatorPlugin(EstimatorBase):
     class that a module in ``plugin_dirs`` registers: the class gets groups of any size."""
     min_group_runs: int | None = Field(default=None, ge=1)
     """Function: minimum number of finished runs of a task; tasks with fewer are dropped. None:
-    ``algorithm.min_group_runs``."""
+    ``algorithm.min_group_runs`` if ``compares`` is set, otherwise 1."""
 
     @property
     def compares_runs(self) -> bool:
