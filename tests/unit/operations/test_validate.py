@@ -234,8 +234,8 @@ REFUSED: dict[str, tuple[dict[str, str], str]] = {
     ),
     "selector that raises": (
         {"taskset": "storage_type: synthetic, path: max3, data_selector: {selector_type: validated_own.Selector}"},
-        "taskset 't': selector 'validated_own.Selector' cannot be used: OSError: no index "
-        + line_of('raise OSError("no index")'),
+        "taskset 't': selector 'validated_own.Selector' cannot be made of records, a seed and {} "
+        "(data_selector.kwargs): OSError: no index " + line_of('raise OSError("no index")'),
     ),
     "arguments that raise": (
         queue("workflow: validated_own.Mine, workflow_args: {level: 2}"),
