@@ -173,10 +173,11 @@ class DotsEstimator(EstimatorBase):
     temperature: float | None = Field(default=None, gt=0)
     """Temperature of the weight exp(d / temperature) of a value at the distance d from the mean. None: no weights."""
     adaptive: bool = False
-    """If the mean advantage of all tokens would be below 0, use the temperature from 0.8 to 100 that makes this mean 0.
-    Otherwise use no weights."""
+    """Ignore ``temperature``. If the mean advantage of all tokens would be below 0, use the temperature from 0.8 to 100
+    that brings the weighted mean closest to 0. Otherwise use no weights."""
     center: bool = False
-    """If the mean advantage of all tokens, before weights, is below 0, raise all values by its amount."""
+    """If the mean advantage of all tokens, before weights, is below 0, raise all weighted values by its amount. Without
+    weights the mean is then 0. With weights, also with ``adaptive``, it is above 0."""
     level: Literal["batch", "task"] = "batch"
     """Set of experiences that share a temperature and a mean: the whole ``batch``, or the runs of each ``task``."""
     min_group_runs: int | None = Field(default=None, ge=1)

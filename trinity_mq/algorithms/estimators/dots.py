@@ -57,8 +57,8 @@ def dots_advantages(
     The return of a task is computed from the rewards of this task and of all later tasks of the pack. The return of a
     hint begins with the hint's own reward, not with the reward of the task before it. So a hint is worth what the tasks
     after it earn. The difference ``d`` is then multiplied by ``exp(d / T)`` if there is a temperature ``T``. If
-    ``args.center`` is set and the mean of ``d`` over trained tokens is below 0, this mean is subtracted from the
-    result. (Trinity-RFT's advantage ``cod`` with ``iterative_hint_e2e_causal``.)
+    ``args.center`` is set and the mean of ``d`` over trained tokens is below 0, this mean of the unweighted values is
+    subtracted from the result. (Trinity-RFT's advantage ``cod`` with ``iterative_hint_e2e_causal``.)
 
     Two kinds of runs are dropped with all their experiences, and counted: runs with a reward that is not a finite
     number, then runs of tasks with fewer than ``min_group_runs`` remaining runs.
