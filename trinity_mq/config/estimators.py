@@ -173,10 +173,11 @@ class DotsEstimator(EstimatorBase):
     temperature: float | None = Field(default=None, gt=0)
     """Temperature of the weight exp(d / temperature) of a value at the distance d from the mean. None: no weights."""
     adaptive: bool = False
-    """If the mean advantage of all tokens would be below 0, use the temperature from 0.8 to 100 that makes this mean 0.
-    Otherwise use no weights."""
+    """Ignore ``temperature``. If the mean advantage of all tokens would be below 0, use the temperature from 0.8 to 100
+    that brings the weighted mean closest to 0. Otherwise use no weights."""
     center: bool = False
-    """If the mean advantage of all tokens, before weights, is below 0, raise all values by its amount."""
+    """If the mean advantage of all tokens, before weights, is below 0, raise all weighted values by its amount. Without
+    weights the mean is then 0. With weights, also with ``adaptive``, it is above 0."""
     level: Literal["batch", "task"] = "batch"
     """Set of experiences that share a temperature and a mean: the whole ``batch``, or the runs of each ``task``."""
     min_group_runs: int | None = Field(default=None, ge=1)
@@ -265,7 +266,7 @@ class EstimatorPlugin(EstimatorBase):
     class that a module in ``plugin_dirs`` registers: the class gets groups of any size."""
     min_group_runs: int | None = Field(default=None, ge=1)
     """Function: minimum number of finished runs of a task; tasks with fewer are dropped. None:
-    ``algorithm.min_group_runs``."""
+    ``algorithm.min_group_runs`` if ``compares`` is set, otherwise 1."""
 
     @property
     def compares_runs(self) -> bool:

@@ -574,6 +574,14 @@ class Config(Section):
         return None if batches is None else -(-batches // together)
 
     @property
+    def learning_rate_falls(self) -> bool:
+        """Whether the learning rate falls: it has a schedule, and the trainer knows the number of train steps when it
+        starts, from ``buffer.total_steps`` or from the records of mode ``train``.
+        """
+        has_length = self.train_steps is not None or (self.mode == "train" and not self.source.tap)
+        return self.algorithm.optimizer.lr_scheduler_type != "constant" and has_length
+
+    @property
     def estimated_batch_bytes(self) -> int:
         """Maximum bytes of a processed batch. Batches with replacement tasks have the same size on average, since they
         replace groups that were dropped.

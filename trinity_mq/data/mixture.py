@@ -81,8 +81,16 @@ class TasksetMixture:
         """Continue from a saved position.
 
         Raises:
-            TasksetError: The position was saved with other tasksets, ratios, records, selectors or another seed.
+            TasksetError: The position was saved with other tasksets, ratios, records, selectors or another seed, or
+                with a single taskset.
         """
+        if "tasksets" not in state:
+            names = ", ".join(taskset.config.name for taskset in self._tasksets)
+            raise TasksetError(
+                "buffer.tasksets: the saved position belongs to a single taskset (buffer.taskset), wanted a position "
+                f"in several tasksets (buffer.tasksets: {names}); put the old settings back, or start over with "
+                "`trinity-mq run CONFIG --fresh`"
+            )
         before = state["tasksets"]
         # The tasksets are restored first, because their errors explain how the records have changed. Changed records
         # also change the turns.

@@ -38,7 +38,9 @@ class HuggingFaceStorage(Storage):
     """Storage in a dataset folder, or in a dataset of the hub."""
 
     def read(self, config: RecordsConfig, seed: int) -> Iterator[tuple[str, Any]]:
-        """Yield the rows of the split; all rows if a saved folder holds a single dataset."""
+        """Yield the rows of the split. If a saved folder holds a single dataset, yield all its rows for its own split
+        and for the default split.
+        """
         try:
             import datasets
         except ImportError as error:
@@ -50,7 +52,14 @@ class HuggingFaceStorage(Storage):
         try:
             if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
                 loaded = datasets.load_from_disk(str(folder))
-                rows: Iterable[Any] = loaded[config.split] if isinstance(loaded, datasets.DatasetDict) else loaded
+                is_single = isinstance(loaded, datasets.Dataset)
+                if is_single and config.split not in ("train", str(loaded.split)):  # train is the default of split
+                    label = "no split" if loaded.split is None else f"split {str(loaded.split)!r}"
+                    raise ValueError(
+                        f"the folder holds a single dataset of {label}. Remove split to read all its rows, or give the "
+                        "folder of the other split"
+                    )
+                rows: Iterable[Any] = loaded if is_single else loaded[config.split]
             else:
                 rows = datasets.load_dataset(config.path, config.subset_name, split=config.split)
         except Exception as error:  # the package, the hub and the network may raise any error

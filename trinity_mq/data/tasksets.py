@@ -104,9 +104,15 @@ class Taskset:
 
         Raises:
             TasksetError: The position was saved with other records, another seed or another selector, so the order
-                differs.
+                differs, or with several tasksets.
         """
         what = f"taskset {self.config.name!r}"
+        if "tasksets" in state:
+            raise TasksetError(
+                f"{what}: the saved position belongs to several tasksets (buffer.tasksets: "
+                f"{', '.join(state['tasksets'])}), wanted a position in a single taskset (buffer.taskset); put the old "
+                "settings back, or start over with `trinity-mq run CONFIG --fresh`"
+            )
         check_records_unchanged(what, self.config, state.get("identity"), self._rows, self.identity)
         for key, now in self.state().items():
             if key not in {"epoch", "cursor", "position"} and state.get(key) != now:

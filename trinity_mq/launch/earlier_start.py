@@ -45,7 +45,7 @@ def describe_extension(config: Config, changes: Sequence[str]) -> str | None:
             f"run {config.name!r} has finished after {opened} batches, so these settings would have no effect: "
             f"{'; '.join(changes)}. Leave them out to see its report; {HOW_TO_GO_ON}"
         )
-    schedule = "; the learning rate decays over the new length" if _decays(config) else ""
+    schedule = "; the learning rate decays over the new length" if config.learning_rate_falls else ""
     return f"this run had finished after {opened} batches and continues to batch {total}{schedule}"
 
 
@@ -159,7 +159,3 @@ def _lengths(config: Config) -> tuple[int, int | None]:
     state = StateFile.of(config.path).load()
     taskset = open_tasksets(config)[0]
     return state.opened, run_length(config, state, None if taskset is None else len(taskset))
-
-
-def _decays(config: Config) -> bool:
-    return config.algorithm.optimizer.lr_scheduler_type != "constant"

@@ -30,8 +30,8 @@ def convert(gguf: Path, folder: Path) -> None:
     all.
 
     Raises:
-        ModelError: Memory or disk space is too small, or ``folder`` cannot be written; the message is one line with the
-            reason.
+        ModelError: ``gguf`` cannot be read, memory or disk space is too small, or ``folder`` cannot be written; the
+            message is one line with the reason.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -48,12 +48,16 @@ def _checked(gguf: Path, where: Path) -> dict[str, Any]:
     check that disk and memory suffice.
 
     Raises:
-        ModelError: Disk or memory is too small.
+        ModelError: The file cannot be read, or disk or memory is too small.
     """
     import psutil
     from gguf import GGUFReader
 
-    reader = GGUFReader(gguf)
+    try:
+        reader = GGUFReader(gguf)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ModelError(f"{gguf} cannot be read: {reason}; give the path of a GGUF file") from error
     size = FLOAT32_BYTES * sum(int(tensor.n_elements) for tensor in reader.tensors)
     free, memory = shutil.disk_usage(where).free, psutil.virtual_memory().available
     if free < size + SPARE_BYTES:

@@ -19,6 +19,7 @@ from trinity_mq.config.algorithm.pieces import PluginPiece
 from trinity_mq.config.estimators import EstimatorPlugin
 from trinity_mq.config.loading.secrets import Secrets
 from trinity_mq.config.model import ModelConfig
+from trinity_mq.config.modes.mode import TRAINING_MODES
 from trinity_mq.config.switches import SWITCHES, SwitchError
 from trinity_mq.config.sync import GLOO
 from trinity_mq.data import open_taskset
@@ -55,7 +56,8 @@ GREEDY_WORKFLOWS = PLAIN_WORKFLOWS | {"math_boxed_workflow", "boxed_answer_workf
 RECORDS = "buffer.trainer_input"
 """Key of the training data in maps by model name. It differs from all names of models, because it contains dots."""
 WARNING = ": warning: "
-"""Text in each line that warns about a program that a run may need and that this machine lacks."""
+"""Text in each line that warns: the run can start, but a program that it may need is not on this machine, or a setting
+has no effect."""
 
 
 def check_all(config: Config, *, needs_model: bool = True) -> list[str]:
@@ -519,7 +521,8 @@ def _check_cuda(config: Config) -> list[Gpu]:
 
 
 def check_optimizer(config: Config) -> list[str]:
-    """Look for the software that the optimizer needs.
+    """Look for the software that the optimizer needs. Return a warning if the learning rate should fall and stays
+    constant.
 
     Raises:
         LearnerError: The software is not installed.
@@ -528,7 +531,14 @@ def check_optimizer(config: Config) -> list[str]:
         from trinity_mq.training.optimizers import check_installed  # imports torch
 
         check_installed(config.algorithm.optimizer)
-    return []
+    schedule = config.algorithm.optimizer.lr_scheduler_type
+    if config.mode not in TRAINING_MODES or schedule == "constant" or config.learning_rate_falls:
+        return []
+    return [
+        f"algorithm.optimizer{WARNING}lr_scheduler_type is {schedule} and buffer.total_steps is not set: the trainer "
+        "does not know the number of train steps, so the learning rate stays constant after the warm-up; set "
+        "buffer.total_steps, or lr_scheduler_type to constant"
+    ]
 
 
 def check_lora(config: Config) -> list[str]:

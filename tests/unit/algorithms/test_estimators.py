@@ -196,6 +196,9 @@ def test_small_groups_count_only_where_runs_are_compared() -> None:
     assert len(estimate(batch, ALL["none"], min_group_runs=2)[0]) == 4
     assert len(estimate(batch, ALL["none"].model_copy(update={"min_group_runs": 2}), min_group_runs=1)[0]) == 3
     assert estimate(batch, GROUP["mean"], min_group_runs=4)[1]["rollout/partial_groups"] == 2
+    for compares, number in ((True, 3), (False, 4)):
+        function = EstimatorPlugin(kind=f"{HERE}.above", compares=compares)
+        assert len(estimate(batch, function, min_group_runs=2)[0]) == number
 
 
 def test_surplus_runs_below_the_mean_are_dropped_the_same_way_again() -> None:

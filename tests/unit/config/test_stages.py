@@ -69,6 +69,20 @@ def test_one_of_several_alternatives_takes_the_place_of_the_others() -> None:
 
 
 @pytest.mark.parametrize(
+    ("file", "stage", "result"),
+    [
+        ({"tiny": {"characters": "a"}}, {"tiny": {"num_experts": 4}}, {"tiny": {"characters": "a", "num_experts": 4}}),
+        ({"taskset": {"path": "a", "split": ""}}, {"taskset": {"path": "b"}}, {"taskset": {"path": "b", "split": ""}}),
+        ({}, {"total_steps": 3, "total_epochs": 2}, {"total_steps": 3, "total_epochs": 2}),
+    ],
+)
+def test_an_alternative_that_the_stage_sets_itself_is_merged(
+    file: dict[str, Any], stage: dict[str, Any], result: dict[str, Any]
+) -> None:
+    assert merged(file, stage) == result
+
+
+@pytest.mark.parametrize(
     ("stages", "overrides", "parts"),
     [
         ([], [], ["stages: wanted a list", "[]"]),

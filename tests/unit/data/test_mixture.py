@@ -68,6 +68,14 @@ def test_a_position_of_other_tasksets_is_refused(tmp_path: Path) -> None:
         mixture(tmp_path, {"a": 7, "b": 5}, seed=6).restore(state)
 
 
+def test_a_position_of_one_taskset_is_not_taken_for_a_position_of_several(tmp_path: Path) -> None:
+    several, single = mixture(tmp_path, {"a": 7, "b": 5}), taskset(tmp_path, "a", 7)
+    with pytest.raises(TasksetError, match=r"belongs to a single taskset .*tasksets: a, b\); put .*--fresh"):
+        several.restore(single.state())
+    with pytest.raises(TasksetError, match=r"'a': .* belongs to several tasksets .*: a, b\), .*--fresh"):
+        single.restore(several.state())
+
+
 def test_each_selector_is_told_of_its_own_tasks(tmp_path: Path) -> None:
     selector = {"selector_type": "difficulty_pools", "pools": [{"threshold": 0, "weight": 1}]}
     tasks = TasksetMixture([taskset(tmp_path, name, 1, data_selector=selector) for name in "ab"], 0)

@@ -340,6 +340,9 @@ def test_the_selector_of_the_page_works_and_a_bad_one_is_named(path: Path, harde
         opened(path, name, kwargs={"start": 0.25}).restore(taskset.state())
     with pytest.raises(TasksetError, match=r"Hardest' cannot be made .*unexpected keyword argument 'stop'"):
         opened(path, name, kwargs={"stop": 3})
+    hardest.Broken = lambda rows, seed: rows[seed]["level"]
+    with pytest.raises(TasksetError, match=r"Broken' cannot be made .*data_selector.kwargs\): KeyError: 'level' \("):
+        opened(path, "hardest.Broken")
     with pytest.raises(ValueError, match="module 'hardest' has no 'None'"):
         opened(path, "hardest.None")
     kept: dict[str, int] = {}

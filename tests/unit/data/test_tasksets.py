@@ -8,6 +8,7 @@ import uuid
 from pathlib import Path
 from types import ModuleType
 
+import datasets
 import pyarrow
 import pytest
 from pyarrow import parquet
@@ -317,6 +318,18 @@ def test_hugging_face_rows_become_tasks_and_its_errors_one_line(monkeypatch):
         open_taskset(config)
     with pytest.raises(TasksetError, match="fed by submitted tasks"):
         open_taskset(TasksetConfig(storage_type="queue"))
+
+
+@pytest.mark.parametrize(("saved", "split", "refusal"), [
+    (None, "train", None), ("test", "train", None), ("test", "test", None),
+    ("train", "test", "'hf': .* split 'test' cannot .* a single dataset of split 'train'. Remove split"),
+    (None, "test", "'hf': .* split 'test' cannot .* a single dataset of no split. Remove split"),
+])  # fmt: skip
+def test_a_saved_dataset_of_another_split_is_refused(tmp_path, saved, split, refusal):
+    datasets.Dataset.from_list([{"question": "q", "answer": "a"}], split=saved).save_to_disk(tmp_path / "saved")
+    config = TasksetConfig(name="hf", storage_type="huggingface", path=str(tmp_path / "saved"), split=split)
+    with pytest.raises(TasksetError, match=refusal) if refusal else contextlib.nullcontext():
+        assert len(open_taskset(config)) == 1
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason=f"no GSM8K at {GSM8K}")

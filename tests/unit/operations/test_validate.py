@@ -9,7 +9,8 @@ import pytest
 
 from tests.golden.families.makers import tokenizer_of
 from trinity_mq.cli.main import main
-from trinity_mq.operations.validate import GREEDY_WORKFLOWS
+from trinity_mq.config import load_config
+from trinity_mq.operations.validate import GREEDY_WORKFLOWS, WARNING, check_optimizer
 from trinity_mq.testing.scripted import byte_codec
 
 
@@ -24,6 +25,27 @@ def test_a_good_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = f"name: x\nmodel: {{tiny: {{}}}}\nbuffer: {{taskset: {{name: mine, path: {tmp_path}/t.jsonl}}}}"
     assert main(["validate", write(tmp_path, text), "seed=3"]) == 0
     assert "taskset 'mine': 1 tasks" in capsys.readouterr().out
+
+
+SFT = "{storage_type: file, schema_type: sft, path: x}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "warns"),
+    [
+        ([], True),
+        (["source.tap=other"], True),
+        (["buffer.total_steps=3"], False),
+        (["algorithm.optimizer.lr_scheduler_type=constant"], False),
+        (["mode=explore"], False),
+        (["mode=train", "algorithm.algorithm_type=sft", f"buffer.trainer_input.experience_buffer={SFT}"], False),
+    ],
+)
+def test_a_learning_rate_that_cannot_fall_is_said(settings: list[str], warns: bool) -> None:
+    config = load_config({"name": "x", "model": {"tiny": {}}}, settings)
+    text = "lr_scheduler_type is linear .* stays constant.* set buffer.total_steps, .* to constant"
+    lines = check_optimizer(config)
+    assert [bool(re.search(text, line)) and WARNING in line for line in lines] == [True] * warns
 
 
 OWN = """
@@ -212,8 +234,8 @@ REFUSED: dict[str, tuple[dict[str, str], str]] = {
     ),
     "selector that raises": (
         {"taskset": "storage_type: synthetic, path: max3, data_selector: {selector_type: validated_own.Selector}"},
-        "taskset 't': selector 'validated_own.Selector' cannot be used: OSError: no index "
-        + line_of('raise OSError("no index")'),
+        "taskset 't': selector 'validated_own.Selector' cannot be made of records, a seed and {} "
+        "(data_selector.kwargs): OSError: no index " + line_of('raise OSError("no index")'),
     ),
     "arguments that raise": (
         queue("workflow: validated_own.Mine, workflow_args: {level: 2}"),

@@ -71,6 +71,11 @@ def plugin_advantages(
     The function is called for each task with the finite rewards of its runs, as in the group estimator. Runs without a
     finite reward are dropped and counted, and so are tasks with fewer than ``min_group_runs`` remaining runs.
 
+    Args:
+        batch: A whole batch, in any order.
+        args: The function or class and its arguments.
+        min_group_runs: Default for ``args.min_group_runs`` if the function compares runs.
+
     Raises:
         ValueError: An experience has no action mask (dpo).
         PluginError: The function does not accept the arguments, raised an error, or did not return finite numbers.
@@ -81,7 +86,7 @@ def plugin_advantages(
     function = plugin_function(args)
     runs = dict(zip(batch.ids("rid"), batch.values("eid.run"), strict=True))
     groups, missing = run_values(batch, batch.values("reward"))
-    min_runs = args.min_group_runs or min_group_runs
+    min_runs = args.min_group_runs or (min_group_runs if args.compares_runs else 1)
     rids_by_task = {
         tid: sorted(group, key=runs.__getitem__) for tid, group in groups.items() if len(group) >= max(min_runs, 1)
     }

@@ -45,8 +45,9 @@ class OptimizerConfig(Section):
     """``linear`` falls from the first train step on, as ``1 - step / total``, to ``min_lr_ratio``; ``total`` is the
     number of train steps of the run. ``cosine`` falls from the end of the warm-up along half a cosine, to
     ``min_lr_ratio`` at the last train step. ``wsd`` (warm-up, stable, decay) is constant until the last
-    ``lr_decay_ratio`` of the train steps. ``constant`` oscillated in our measurements. Except in mode ``train``, the
-    rate falls only if ``buffer.total_steps`` is set."""
+    ``lr_decay_ratio`` of the train steps. ``constant`` oscillated in our measurements. Without
+    ``buffer.total_steps`` the rate falls only in mode ``train`` on records; otherwise it stays constant, and the start
+    of the run warns."""
     lr_decay_ratio: float = Field(default=0.1, gt=0, le=1)
     """wsd: last share of the run over which the learning rate falls linearly to ``min_lr_ratio``."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)

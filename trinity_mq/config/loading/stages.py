@@ -82,7 +82,7 @@ def merged(settings: Mapping[str, Any], stage: Mapping[str, Any]) -> dict[str, A
     for key, value in stage.items():
         for alternatives in ALTERNATIVES:
             if key in alternatives and value is not None:
-                for alternative in alternatives:
+                for alternative in set(alternatives) - set(stage):
                     result.pop(alternative, None)
         before = result.get(key)
         is_replaced = key == "algorithm" and isinstance(value, Mapping) and "algorithm_type" in value

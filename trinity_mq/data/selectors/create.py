@@ -27,6 +27,7 @@ from trinity_mq.data.selectors.difficulty_based import DifficultyBased
 from trinity_mq.data.selectors.difficulty_pools import DifficultyPools
 from trinity_mq.data.selectors.epochs import EasyToHard, EpochSelector
 from trinity_mq.data.selectors.random import RandomOrder
+from trinity_mq.runtime.errors import custom_code
 from trinity_mq.runtime.plugins import resolve
 
 
@@ -82,14 +83,13 @@ def _plugin(config: SelectorPlugin, rows: Sequence[Record], seed: int, taskset: 
     if config.feature_keys:
         arguments["feature_keys"] = config.feature_keys
     where = f"taskset {taskset!r}: selector {config.selector_type!r}"
+    what = f"{where} cannot be made of records, a seed and {arguments!r}"
     try:
         inspect.signature(kind).bind(rows, seed, **arguments)
-        made = kind(rows, seed, **arguments)
     except (TypeError, ValueError) as error:
-        raise TasksetError(
-            f"{where} cannot be made of records, a seed and {arguments!r}: {error}. Change its arguments under "
-            "data_selector.kwargs"
-        ) from error
+        raise TasksetError(f"{what}: {error}. Change its arguments under data_selector.kwargs") from error
+    with custom_code(TasksetError, f"{what} (data_selector.kwargs):"):
+        made = kind(rows, seed, **arguments)
     if not isinstance(made, Selector):
         raise TasksetError(f"{where} makes {made!r}, wanted the methods next, observe, state, restore and metrics")
     return made
