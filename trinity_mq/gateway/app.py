@@ -698,8 +698,10 @@ class _Recording:
         stored, or ``off`` if the session is not recorded.
 
         Raises:
-            EngineRefused: The answer cannot be recorded; see :func:`recorded_call`.
+            EngineRefused: The answer has no choices, or cannot be recorded; see :func:`recorded_call`.
         """
+        if not answer.get("choices"):
+            raise EngineRefused("the engine's answer has no choices: it is not a completion", 200, "no_choices")
         opened, stored = self.session.opened, self._store(answer)
         if opened is None:
             self._app.count_call(is_kept=False)

@@ -237,6 +237,27 @@ async def test_another_engine_answers_where_one_is_lost_and_sessions_stay_with_t
         assert at.engines.preferred[-1] == other.id
 
 
+@contextlib.asynccontextmanager
+async def silent_server(script: Script) -> AsyncIterator[tuple[InferenceModel, Any]]:
+    """An engine whose answers have no choices."""
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response({"prompt_token_ids": [1], "choices": []})
+
+    server = web.Application()
+    server.router.add_post("/v1/chat/completions", answer)
+    async with TestServer(server) as silent:
+        yield InferenceModel("e0", str(silent.make_url("")).rstrip("/"), "tiny", version=VERSION), None
+
+
+@pytest.mark.parametrize("record", ["train", "off"])
+async def test_an_answer_without_choices_is_a_fault_of_the_engine(record: str) -> None:
+    async with serving(say, server=silent_server) as at:
+        made = await at.open(record=record)
+        status, answer = await at.post(f"/s/{made['id']}/v1/chat/completions", ASK)
+        assert (status, answer["error"]["code"]) == (502, "no_choices")
+
+
 async def test_a_client_that_leaves_early_is_no_fault() -> None:
     async with serving(say) as at:
         made = await at.open()
