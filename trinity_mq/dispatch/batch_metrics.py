@@ -212,15 +212,16 @@ class Failures:
             self.add(ticket, result, ended=True)
 
     def add(self, ticket: Ticket, result: TaskResult, *, ended: bool = False) -> None:
-        """Count the failure that the result of a slice reports, if any. Cancelled slices and slices of a ticket that is
-        cut off do not count.
+        """Count the failure that the result of a slice reports, if any. Cancelled slices do not count, nor do results
+        that arrive after their ticket was cut off.
 
         The failures of a pinned ticket are counted by :meth:`add_ended` (with ``ended``), because its slices are
         repeated if the engines load the next version before the slices have run.
         """
         if ticket.pinned is not None and not ended:
             return
-        cut_off = result.outcome in {"cancelled", "late"} or ticket.grace is not None
+        # a pinned ticket has no grace time: all its other results arrived before it was cut off
+        cut_off = result.outcome in {"cancelled", "late"} or (ticket.grace is not None and not ended)
         failed = result.outcome != "finished"
         if cut_off or not (failed or result.message):
             return

@@ -5,9 +5,8 @@ them.
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
 import structlog
@@ -17,6 +16,7 @@ from trinity_mq.config import Config
 from trinity_mq.dispatch.tickets import Ticket
 from trinity_mq.messages import DecodeError, Mark, TaskResult
 from trinity_mq.runtime.deliveries import REFERENCE, acknowledge, dead_letter, requeue
+from trinity_mq.runtime.notify import Notifier
 from trinity_mq.transport.batch_blobs import delete_blobs
 from trinity_mq.transport.blobs import (
     PARTS,
@@ -53,8 +53,20 @@ class _Held:
         self.declared = asyncio.Event()
         self.consumer: Consumer | None = None
         self.parts: dict[PartKey, list[Experience]] = {}
-        self.lock = asyncio.Lock()
-        """Allows a single reader at a time, because a reader is not woken by the parts that another reader reads."""
+        self.is_being_read = False
+        """True while a call reads the queue. Other calls wait for the parts that it reads."""
+        self.changed = Notifier()
+        """Notified after each delivery that was read, and when a call stops reading."""
+
+    @contextmanager
+    def being_read(self) -> Iterator[None]:
+        """Mark the queue as being read while the context lasts."""
+        self.is_being_read = True
+        try:
+            yield
+        finally:
+            self.is_being_read = False
+            self.changed.notify()
 
 
 class Collector:
@@ -64,7 +76,7 @@ class Collector:
         self._bus, self._topology, self._by = bus, topology, by
         self._timeout = config.broker.publish_timeout
         self._store = open_store(config.broker, topology.run)
-        self._held: defaultdict[str, _Held] = defaultdict(_Held)
+        self._held: dict[str, _Held] = {}
         self._endings: asyncio.Queue[tuple[Ticket, Consumer | None]] = asyncio.Queue()
         """Tickets whose queues must be unbound, each with the open consumer of its queue or None."""
         self._deletions: asyncio.Queue[tuple[float, Ticket]] = asyncio.Queue()
@@ -136,7 +148,8 @@ class Collector:
         if held is None:
             return  # the ticket was forgotten
         await held.declared.wait()
-        async with held.lock:
+        await held.changed.until(lambda: not held.is_being_read)
+        with held.being_read():
             try:
                 consumer, count = await self._consumer(held, ticket), 0
                 async for delivery in consumer:
@@ -148,8 +161,9 @@ class Collector:
                 log.info("reading_ends", ticket=ticket.ticket, reason=str(error))  # ensure reports this error
 
     async def ensure(self, ticket: Ticket, results: Sequence[TaskResult]) -> None:
-        """Return once the experiences of the attempts of ``results`` have been read. Parts that cannot be decoded are
-        dead-lettered and count as read. If the queue no longer exists, the loss is only logged.
+        """Return once the experiences of the attempts of ``results`` have been read, by this or by another call. Parts
+        that cannot be decoded are dead-lettered and count as read. If the queue no longer exists, the loss is only
+        logged. Return at once if the ticket was forgotten.
 
         Experiences reach the broker before their result, so all parts that a result lists are already in the queue.
 
@@ -157,18 +171,19 @@ class Collector:
             TimeoutError: Broker and blob store delivered nothing for ``BrokerConfig.publish_timeout`` seconds.
             StoreUnavailable: The blob store did not answer. A later call may succeed.
         """
-        held = self._held[ticket.ticket]
-        missing = {key for key in _keys(results) if key not in held.parts}
-        if not missing:
+        held = self._held.get(ticket.ticket)
+        if held is None:
             return
         try:
-            async with asyncio.timeout(self._timeout) as silence, held.lock:
-                # another reader may have read them while this call waited for the lock
-                missing.difference_update(held.parts)
-                while missing:
-                    consumer = await self._consumer(held, ticket)
-                    missing.difference_update(await self._read(held, await anext(consumer)))
-                    silence.reschedule(asyncio.get_running_loop().time() + self._timeout)
+            async with asyncio.timeout(self._timeout) as silence:
+                for key in _keys(results):
+                    while key not in held.parts:
+                        if held.is_being_read:
+                            await held.changed.wait()
+                        else:
+                            with held.being_read():
+                                await self._read(held, await anext(await self._consumer(held, ticket)))
+                        silence.reschedule(asyncio.get_running_loop().time() + self._timeout)
         except (QueueGone, StopAsyncIteration):
             log.error("batch_queue_gone", ticket=ticket.ticket)
 
@@ -212,16 +227,16 @@ class Collector:
             held.consumer = await self._bus.consume(queue, prefetch=PREFETCH)
         return held.consumer
 
-    async def _read(self, held: _Held, delivery: Delivery) -> list[PartKey]:
-        """Store the parts of a delivery that are not stored yet, acknowledge the delivery, and return the keys of these
-        parts. A part that cannot be decoded is dead-lettered and stored as empty.
+    async def _read(self, held: _Held, delivery: Delivery) -> None:
+        """Store the parts of a delivery that are not stored yet, and acknowledge the delivery. A part that cannot be
+        decoded is dead-lettered and stored as empty.
 
         Raises:
             StoreUnavailable: The blob store did not answer. The delivery is requeued.
         """
         if delivery.kind == Mark.kind:
             await acknowledge(delivery)  # BatchQueues sent the mark to test whether the queue confirms messages
-            return []
+            return
         try:
             shares = [share for share in attempt_rows_of(delivery) if share.key not in held.parts]
         except DecodeError as error:
@@ -244,7 +259,7 @@ class Collector:
                 await requeue(delivery)  # otherwise the delivery would stay unread and reach no later call
                 raise
         await acknowledge(delivery)
-        return [share.key for share in shares]
+        held.changed.notify()
 
 
 def _keys(results: Sequence[TaskResult]) -> Iterator[PartKey]:

@@ -19,6 +19,7 @@ import functools
 import math
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -84,6 +85,8 @@ WINDOW = 128
 """Maximum number of unconfirmed messages with slices of a ticket."""
 GROUP_SECONDS = 2.0
 """Maximum seconds for the slices of one message, run in sequence, as estimated from the mean of earlier slices."""
+KEPT_OPENED = 10_000
+"""Maximum number of tickets whose late results a dispatcher recognizes as its own."""
 BURST = 64
 """Number of waiting messages to process before other tasks of the event loop get a turn."""
 
@@ -142,8 +145,9 @@ class Dispatcher:
         self.queues = BatchQueues(bus, topology, self.tickets.values)
         self.failures = Failures()
         self.late_results = 0
-        """Number of results of tickets that are not open here: closed tickets, and tickets of another dispatcher on the
-        stream. Results whose runner already found the ticket closed are included.
+        """Number of results of tickets of this dispatcher that are closed. Results whose runner already found the
+        ticket closed are included. Results of tickets that were closed before this dispatcher started, or that
+        another dispatcher opened, do not count.
         """
         self.refused_submissions = 0
         """Number of submitted tasks that the explorer refused."""
@@ -157,6 +161,8 @@ class Dispatcher:
             read_to_end=self.read_to_end,
             publish_again=self.publish_again,
         )
+        self._opened = OrderedDict.fromkeys(self.tickets)
+        """Ids of the last tickets of this dispatcher, open or closed."""
         self._marks: dict[str, asyncio.Event] = {}
         """Events by the message id of this dispatcher's marks on the results stream. An event is set when its mark is
         read.
@@ -279,6 +285,9 @@ class Dispatcher:
         self._all_sent[ticket.lane] = all_sent
         try:
             self.tickets[ticket.ticket] = ticket
+            self._opened[ticket.ticket] = None
+            if len(self._opened) > KEPT_OPENED:
+                self._opened.popitem(last=False)
             again = bool(ticket.opened_beat)
             if not again:
                 ticket.opened_beat = self._next_heartbeat()
@@ -518,7 +527,7 @@ class Dispatcher:
         elif (read := self._marks.get(delivery.message_id or "")) is not None:
             read.set()
         elif delivery.kind == TaskResult.kind and isinstance(ticket, str) and ticket not in self.tickets:
-            self.late_results += 1  # not even decoded, to save time
+            self.late_results += ticket in self._opened  # not even decoded, to save time
         else:
             batch = delivery.headers.get("batch")
             with span("take results", batch if isinstance(batch, int | str) else None, size=len(delivery.body)):
@@ -550,7 +559,7 @@ class Dispatcher:
         elif isinstance(message, TaskResult):
             ticket = self.tickets.get(message.ticket)
             if ticket is None or ticket.manifest is not None or message.outcome == "late":
-                self.late_results += 1
+                self.late_results += message.ticket in self._opened
             elif ticket.record(message):
                 self.failures.add(ticket, message)
                 if ticket.lane == "train":

@@ -5,7 +5,7 @@ or by a broker.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 import structlog
@@ -154,8 +154,11 @@ class LossRepair:
         capacity = messages * max(ticket.grouped for ticket in tickets)
         if lost := looks.look(asyncio.get_running_loop().time(), waiting, capacity):
             await self._read_to_end()  # a slice that has left its runner has its result on the stream
-            undecided = self._waiting(tickets) or {}
-            await self._send_again(queue, {name: undecided[name] for name in lost if name in undecided})
+            if (undecided := self._waiting(tickets)) is None:
+                looks.reset()
+                return
+            lost = [name for name in lost if name in undecided]
+            await self._send_again(queue, {name: undecided[name] for name in lost})
             looks.sent_again(lost)
 
     async def _depth(self, queue: Queue) -> int:
@@ -188,11 +191,12 @@ class LossRepair:
         }
 
     async def _send_again(self, queue: Queue, lost: Waiting) -> None:
-        by_ticket = defaultdict[str, list[SliceState]](list)
+        by_ticket: dict[str, tuple[Ticket, list[SliceState]]] = {}
         for ticket, task_slice in lost.values():
-            by_ticket[ticket.ticket].append(task_slice)
-        for name, slices in by_ticket.items():
-            ticket = self._open[name]
+            by_ticket.setdefault(ticket.ticket, (ticket, []))[1].append(task_slice)
+        for ticket, slices in by_ticket.values():
+            if not ticket.is_open:
+                continue  # it was closed or cut off while the slices of another ticket were published
             self._tickets, self.resent = set(by_ticket), self.resent + len(slices)
             where = f"neither in the queue {queue.name} nor at a runner"
             self._last = f"{len(slices)} slices of batch {ticket.batch} were {where}"

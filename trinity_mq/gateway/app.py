@@ -155,7 +155,14 @@ class GatewayApp:
     async def open(self, request: web.Request) -> web.Response:
         """Create a session."""
         self._admin(request)
-        opened, key = self._opened(await _parsed(request, OpenBody))
+        body = await _parsed(request, OpenBody)
+        if body.record == "train" and self.settings.compares_runs and not body.group:
+            advice = (
+                "give a group, the same for sessions of the same task; or end the session with a replay, which is a "
+                "group of its own, and open it with record: eval"
+            )
+            raise self._group_wanted(advice, "group")
+        opened, key = self._opened(body)
         await self.store.open(opened)
         answer = {
             "id": opened.session,
@@ -167,20 +174,17 @@ class GatewayApp:
         }
         return web.json_response(answer, status=201)
 
+    def _group_wanted(self, advice: str, param: str) -> Refused:
+        """Return the error response to a request that lacks the group of a session."""
+        algorithm = self.settings.algorithm_type
+        message = f"algorithm_type {algorithm} compares sessions of a group with each other: {advice}"
+        return Refused(422, message, "group_wanted", param=param)
+
     def _opened(self, body: OpenBody) -> tuple[SessionOpened, str]:
         settings, ledger = self.settings.gateway, self.store.ledger
         if (count := len(ledger.live) - ledger.over) >= settings.max_open:
             raise Refused(
                 429, f"{count} sessions are open (gateway.max_open); end some", "too_many_sessions", retry_after=10
-            )
-        if body.record == "train" and self.settings.compares_runs and not body.group:
-            raise Refused(
-                422,
-                f"algorithm_type {self.settings.algorithm_type} compares sessions of a group with each other: "
-                "give a group, the same for sessions of the same task; or end the session with a replay, which is a "
-                "group of its own, and open it with record: eval",
-                "group_wanted",
-                param="group",
             )
         record, sampled_out = body.record, False
         if record == "train":
@@ -287,6 +291,8 @@ class GatewayApp:
         unknown: list[str] = []
         refused: dict[str, str] = {}
         group = f"{body.task_id}" if self.settings.compares_runs else ""
+        if self.settings.compares_runs and not group:
+            raise self._group_wanted("give a task_id, the same for answers to the same task", "task_id")
         for name in body.msg_ids:
             # only the first unknown id is waited for: another gateway may have recorded it a moment ago
             session = self.store.ledger.get(name) or (None if unknown else await self.store.find(name))
@@ -540,10 +546,8 @@ class GatewayApp:
 
     async def _session_of_one_call(self, call: str) -> Session:
         """Create a session for a single call."""
-        opened, _ = self._opened(OpenBody(record="train" if not self.settings.compares_runs else "eval"))
-        opened = opened.model_copy(
-            update={"session": call, "key_hash": "", "ended": True, "record": "off" if opened.sampled_out else "train"}
-        )
+        opened, _ = self._opened(OpenBody())  # its group comes with the feedback
+        opened = opened.model_copy(update={"session": call, "key_hash": "", "ended": True})
         with contextlib.suppress(SessionsUnavailable, TimeoutError):
             async with asyncio.timeout(self.settings.gateway.record_timeout):
                 await self.store.open(opened, at_once=True)
@@ -698,8 +702,10 @@ class _Recording:
         stored, or ``off`` if the session is not recorded.
 
         Raises:
-            EngineRefused: The answer cannot be recorded; see :func:`recorded_call`.
+            EngineRefused: The answer has no choices, or cannot be recorded; see :func:`recorded_call`.
         """
+        if not answer.get("choices"):
+            raise EngineRefused("the engine's answer has no choices: it is not a completion", 200, "no_choices")
         opened, stored = self.session.opened, self._store(answer)
         if opened is None:
             self._app.count_call(is_kept=False)

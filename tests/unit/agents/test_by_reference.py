@@ -563,7 +563,9 @@ class Call:
         await bus.connect()
         await world.outside.declare(world.topology.batch_queue(1, ticket))
         await send(world, self.disk, "a", ticket=ticket)
-        return Collector(bus, world.topology, world.config, "caller")
+        collector = Collector(bus, world.topology, world.config, "caller")
+        collector.expect(self.ticket)
+        return collector
 
     async def take(self, collector: Collector) -> list[int]:
         """Return the lengths of the experiences."""

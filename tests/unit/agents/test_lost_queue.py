@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.unit.agents.world import killed_when
+from tests.unit.agents.world import World, killed_when
 from trinity_agents.explorer.state import MANIFEST_LOST_AFTER
 from trinity_agents.simulation import Simulation, until
 from trinity_mq.dispatch.loss_repair import (
@@ -20,7 +23,8 @@ from trinity_mq.dispatch.loss_repair import (
     LostSlices,
     SliceName,
 )
-from trinity_mq.messages import BatchClosed, ExplorerStatus, RunnerStatus, TaskSlice
+from trinity_mq.dispatch.tickets import SliceState, Ticket, new_ticket
+from trinity_mq.messages import BatchClosed, ExplorerStatus, Heartbeat, RunnerStatus, TaskBody, TaskSlice
 from trinity_mq.runtime.deliveries import acknowledge
 from trinity_mq.testing.fakes import FakeRunnerAgent
 from trinity_mq.testing.virtual_time import run_virtually
@@ -266,3 +270,68 @@ def test_a_busy_queue_loses_nothing_whatever_the_looks_miss(seed: int) -> None:
             waiting = [name for name in published if name not in done and name not in held]
             assert looks.look(now, waiting, depth) == []
     assert len(done) > 5
+
+
+# -- what a check sends again (dispatch/loss_repair.py)
+
+
+class Checks:
+    """Checks of an empty queue. Its tickets are open, and a runner says that it has none of their slices."""
+
+    def __init__(self, *tickets: str) -> None:
+        self.tickets: dict[str, Ticket] = {}
+        for name in tickets:
+            how: dict[str, Any] = {"deliver": "none", "lane": "train", "time_left": 9.0, "published": True}
+            self.tickets[name] = new_ticket(1, [TaskBody(workflow="x")], ticket=name, **how)
+        detail = {"holds": {}}
+        self.runners = [Heartbeat(role="runner", id="r", seq=1, incarnation="x", lease=10, state="idle", detail=detail)]
+        self.sent: list[tuple[float, str]] = []
+
+    async def publish_again(self, ticket: Ticket, slices: Sequence[SliceState]) -> None:
+        self.sent.append((asyncio.get_running_loop().time(), ticket.ticket))
+
+    async def read_to_end(self) -> None:
+        pass
+
+    def run(self, seconds: float) -> list[tuple[float, str]]:
+        async def main() -> None:
+            world = World()
+            await world.ready()
+            losses = LossRepair(
+                world.outside,
+                world.topology,
+                self.tickets,
+                runners=lambda: self.runners,
+                holders=lambda: self.runners,
+                read_to_end=self.read_to_end,
+                publish_again=self.publish_again,
+            )
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(losses.run(), seconds)
+
+        run_virtually(main(), limit=1000)
+        return self.sent
+
+
+def test_a_ticket_that_closes_while_another_ones_slices_are_sent_gets_none() -> None:
+    class SecondCloses(Checks):
+        async def publish_again(self, ticket: Ticket, slices: Sequence[SliceState]) -> None:
+            await super().publish_again(ticket, slices)
+            if closed := self.tickets.pop("second", None):
+                closed.cancel_rest("it closes")
+
+    assert [ticket for _, ticket in SecondCloses("first", "second").run(LOST_AFTER + 5)] == ["first"]
+
+
+def test_a_check_that_sends_nothing_again_does_not_double_the_patience() -> None:
+    class FallsSilent(Checks):
+        fell = False
+
+        async def read_to_end(self) -> None:
+            if not self.fell:
+                beats, self.runners, self.fell = self.runners, [], True
+                asyncio.get_running_loop().call_later(0.1, self.runners.extend, beats)
+
+    assert [at for at, _ in FallsSilent("first").run(2 * LOST_AFTER + 10)] == [
+        pytest.approx(2 * (LOOK_SECONDS + LOST_AFTER), abs=0.1)
+    ]

@@ -212,6 +212,15 @@ def test_what_was_cut_off_is_no_failure() -> None:
     assert (failures.listed(), failures.summary()) == ([], "")
 
 
+def test_what_failed_before_a_pinned_ticket_was_cut_off_is_counted_at_its_end() -> None:
+    failures, ticket = Failures(), a_ticket(lane="eval", deliver="none", pinned=(1, 3))
+    tell(ticket, 0, 0, "failed", message="KeyError: 'a' (bad.py:7)")
+    ticket.grace = 1.0
+    ticket.cancel_rest("the batch's time is up")
+    failures.add_ended(ticket)
+    assert [(kind.text, kind.count) for kind in failures.listed()] == [("KeyError: 'a' (bad.py:7)", 1)]
+
+
 def test_kinds_are_bounded_and_the_frequent_ones_are_listed() -> None:
     failures = Failures()
     for line in range(3 * MAX_KINDS):

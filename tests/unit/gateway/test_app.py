@@ -15,7 +15,7 @@ from aiohttp.test_utils import TestServer
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from tests.unit.gateway.serving import Serving, serving, serving_config
+from tests.unit.gateway.serving import NO_GROUPS, Serving, serving, serving_config
 from tests.unit.models.conftest import VERSION, engine_server
 from tests.waiting import until
 from trinity_mq.engines.generation.request import Completion, GenerationRequest
@@ -32,6 +32,7 @@ from trinity_mq.transport.event_log import EventEffect
 from trinity_mq.workflows.sessions.assembly import session_metrics
 
 ASK = {"messages": [{"role": "user", "content": "2+3?"}]}
+GRPO = {"algorithm_type": "grpo", "repeat_times": 4}
 
 
 def say(prompt: str) -> str:
@@ -173,7 +174,7 @@ async def test_on_loopback_whoever_sends_no_key_may_ask(key: str) -> None:
 
 
 async def test_algorithms_that_compare_want_a_group() -> None:
-    async with serving(say, config=serving_config(algorithm={"algorithm_type": "grpo", "repeat_times": 4})) as at:
+    async with serving(say, config=serving_config(algorithm=GRPO)) as at:
         status, answer = await at.post("/sessions")
         assert (status, answer["error"]["code"]) == (422, "group_wanted")
         made = await at.open(group="g")
@@ -181,6 +182,13 @@ async def test_algorithms_that_compare_want_a_group() -> None:
         assert opened is not None
         assert opened.group_size == 4
         assert (await at.open(record="eval"))["recorded"]
+        _, answer = await at.post("/v1/chat/completions", ASK)
+        feedback = {"reward": 1, "msg_ids": [answer["id"]]}
+        status, refused = await at.post("/feedback", feedback)
+        assert (status, refused["error"]["code"], refused["error"]["param"]) == (422, "group_wanted", "task_id")
+        assert not at.session(answer["id"]).has_reward
+        assert (await at.post("/feedback", {**feedback, "task_id": 0}))[0] == 200
+        assert at.session(answer["id"]).group == "0"
 
 
 async def test_answers_outside_of_sessions_are_rewarded_by_their_ids() -> None:
@@ -193,6 +201,22 @@ async def test_answers_outside_of_sessions_are_rewarded_by_their_ids() -> None:
         found = at.session(name)
         assert (found.reward, found.end is not None) == (0.25, True)
         assert (await at.post("/commit"))[1]["status"] == "success"
+
+
+@pytest.mark.parametrize("algorithm", [NO_GROUPS, GRPO], ids=["no groups", "groups"])
+async def test_answers_outside_of_sessions_are_not_recorded_while_training_is_behind(algorithm: Any) -> None:
+    few = {"max_kept_bytes": 1 << 20}
+    async with serving(say, config=serving_config(algorithm=algorithm, gateway=few)) as at:
+        at.store.ledger.kept_bytes = 1 << 20
+        status, answer = await at.post("/v1/chat/completions", ASK)
+        assert status == 200
+        opened = at.session(answer["id"]).opened
+        assert opened is not None
+        assert (opened.record, opened.sampled_out) == ("off", True)
+    async with serving(say, config=serving_config(algorithm=algorithm, gateway={**few, "when_behind": "refuse"})) as at:
+        at.store.ledger.kept_bytes = 1 << 20
+        status, answer = await at.post("/v1/chat/completions", ASK)
+        assert (status, answer["error"]["code"]) == (429, "training_is_behind")
 
 
 async def test_training_is_behind() -> None:
@@ -235,6 +259,27 @@ async def test_another_engine_answers_where_one_is_lost_and_sessions_stay_with_t
             assert (await at.post(f"/s/{made['id']}/v1/chat/completions", ASK))[0] == 200
         assert at.engines.lost_ones == [gone.url]
         assert at.engines.preferred[-1] == other.id
+
+
+@contextlib.asynccontextmanager
+async def silent_server(script: Script) -> AsyncIterator[tuple[InferenceModel, Any]]:
+    """An engine whose answers have no choices."""
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response({"prompt_token_ids": [1], "choices": []})
+
+    server = web.Application()
+    server.router.add_post("/v1/chat/completions", answer)
+    async with TestServer(server) as silent:
+        yield InferenceModel("e0", str(silent.make_url("")).rstrip("/"), "tiny", version=VERSION), None
+
+
+@pytest.mark.parametrize("record", ["train", "off"])
+async def test_an_answer_without_choices_is_a_fault_of_the_engine(record: str) -> None:
+    async with serving(say, server=silent_server) as at:
+        made = await at.open(record=record)
+        status, answer = await at.post(f"/s/{made['id']}/v1/chat/completions", ASK)
+        assert (status, answer["error"]["code"]) == (502, "no_choices")
 
 
 async def test_a_client_that_leaves_early_is_no_fault() -> None:

@@ -15,6 +15,7 @@ from aiohttp import web
 
 from trinity_agents.operator.chain_run import auxiliary_clients
 from trinity_mq.config import AuxiliaryModelConfig, Config, ConfigError, load_config
+from trinity_mq.config.model import LoraConfig
 from trinity_mq.engines.external import ExternalServer
 from trinity_mq.engines.host.host import EngineHost, auxiliary_hosts, rollout_hosts
 from trinity_mq.engines.host.ready_file import engine_digest
@@ -380,6 +381,27 @@ def test_more_engines_are_no_reason_to_replace_those_there_are(tmp_path: Path) -
     (first,), (second,) = one.explorer.auxiliary_models, two.explorer.auxiliary_models
     assert engine_digest(one, first) == engine_digest(two, second)
     assert engine_digest(one, first) != engine_digest(one)
+
+
+@pytest.mark.parametrize(
+    ("changed", "lora", "adopts"),
+    [
+        ({"pause_mode": "abort"}, None, False),
+        ({"colocated": True}, None, False),
+        ({"max_staleness": 7}, None, True),
+        ({"max_staleness": 7}, LoraConfig(sync="merged"), True),
+        ({"max_staleness": 7}, LoraConfig(sync="adapter"), False),
+    ],
+)
+def test_an_engine_with_other_settings_of_its_syncs_is_not_adopted(
+    changed: dict[str, Any], lora: LoraConfig | None, adopts: bool, tmp_path: Path
+) -> None:
+    config = teacher(tmp_path)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})})
+    other = config.model_copy(update={"synchronizer": config.synchronizer.model_copy(update=changed)})
+    (model,) = config.explorer.auxiliary_models
+    assert (engine_digest(config) == engine_digest(other)) is adopts
+    assert engine_digest(config, model) == engine_digest(other, model)
 
 
 @pytest.mark.parametrize("auxiliary", [False, True])

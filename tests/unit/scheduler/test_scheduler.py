@@ -21,7 +21,17 @@ from trinity_mq.bus.topology import batch_key
 from trinity_mq.config import Config, load_config
 from trinity_mq.dispatch.dispatcher import WINDOW
 from trinity_mq.dispatch.timeouts import UsableClock
-from trinity_mq.messages import BatchClosed, ControlEvent, Deliver, Heartbeat, TaskResult, TaskSlice, decode, decode_any
+from trinity_mq.messages import (
+    BatchClosed,
+    ControlEvent,
+    Deliver,
+    Heartbeat,
+    TaskResult,
+    TaskResults,
+    TaskSlice,
+    decode,
+    decode_any,
+)
 from trinity_mq.models.inference import EngineSnapshot
 from trinity_mq.runtime.deliveries import envelope
 from trinity_mq.runtime.errors import FatalError
@@ -112,6 +122,17 @@ async def test_a_result_of_a_cleared_ticket_never_reaches_its_successor() -> Non
         assert len(statuses) == len(experiences) == 1
         assert now() - started > 8.0
         assert scheduler.dispatcher.late_results == 1
+
+
+async def test_results_of_tickets_of_another_scheduler_are_not_late() -> None:
+    stage = Stage()
+    async with stage.up() as scheduler:
+        about: dict[str, Any] = {"batch": 1, "ticket": "another", "task_id": 0, "attempt": "a", "outcome": "failed"}
+        result = TaskResult(**about)
+        for message in (result, result.model_copy(update={"outcome": "late"}), TaskResults(results=[result])):
+            await stage.runner.bus.publish(stage.topology.exchange("results"), batch_key(1), envelope(message))
+        await scheduler.dispatcher.read_to_end()
+        assert scheduler.dispatcher.late_results == 0
 
 
 def slowly_published(stage: Stage) -> list[TaskSlice]:

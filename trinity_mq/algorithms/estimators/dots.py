@@ -58,9 +58,9 @@ def dots_advantages(
     ``args.window`` of these rewards. The return of a hint begins with the hint's own reward, not with the reward of the
     task before it. The difference ``d`` is then multiplied by ``exp(d / T)`` if there is a temperature ``T``: the
     configured value, or with ``args.adaptive`` a computed value if the mean of ``d`` over trained tokens is below 0. If
-    ``args.center`` is set and this mean (without weights) is below 0, it is subtracted from the result. ``args.level`` says whether mean
-    and computed temperature are over the whole batch or over each pack. (Trinity-RFT's advantage ``cod`` with
-    ``iterative_hint_e2e_causal``.)
+    ``args.center`` is set and this mean (without weights) is below 0, it is subtracted from the result. ``args.level``
+    says whether mean and computed temperature are over the whole batch or over each pack. (Trinity-RFT's advantage
+    ``cod`` with ``iterative_hint_e2e_causal``.)
 
     Two kinds of runs are dropped with all their experiences, and counted: runs with a reward that is not a finite
     number, then runs of tasks with fewer than ``min_group_runs`` remaining runs.

@@ -110,7 +110,11 @@ def engine_digest(
     adopted.
     """
     rollout = config.explorer.rollout_model.model_dump(mode="json", exclude={"engine_num"})
+    sync, lora = config.synchronizer, config.model.lora
     parts = {"model": config.model.model_dump(mode="json"), "rollout_model": rollout, "seed": config.seed}
+    parts |= {"pause_mode": sync.effective_pause_mode, "colocated": sync.colocated}
+    if lora is not None and lora.sync == "adapter":
+        parts["max_staleness"] = sync.effective_max_staleness  # it sizes the engine's room for adapters
     if auxiliary is not None:
         parts = {"auxiliary": auxiliary.model_dump(mode="json", exclude={"engine_num"}), "seed": config.seed}
         parts["served"] = {key: rollout[key] for key in ("host", "max_batch_sequences")}

@@ -255,24 +255,57 @@ async def test_the_operator_takes_from_a_shared_part_what_the_manifest_lists_onc
     assert world.reasons() == []
 
 
+class Call:
+    """A ticket of a caller, and the collector that reads its queue."""
+
+    def __init__(self) -> None:
+        self.world = World()
+        how: dict[str, Any] = {"deliver": "caller", "lane": "train", "time_left": 1.0}
+        self.ticket = new_ticket(1, [TaskBody(workflow="x")] * 4, **how)
+
+    async def collector(self) -> Collector:
+        world, bus = self.world, self.world.bus()
+        await world.ready()
+        await bus.connect()
+        collector = Collector(bus, world.topology, world.config, "caller")
+        collector.expect(self.ticket)
+        await world.outside.declare(world.topology.batch_queue(1, self.ticket.ticket))
+        collector.opened(self.ticket)
+        return collector
+
+    def result(self, attempt: str, task: int) -> TaskResult:
+        about: dict[str, Any] = {"batch": 1, "ticket": self.ticket.ticket, "task_id": task, "attempt": attempt}
+        return TaskResult(**about, outcome="finished", runs=[0], parts=1)
+
+
 async def test_the_caller_gets_each_share_when_its_result_is_asked_for() -> None:
-    world = World()
-    ticket = new_ticket(1, [TaskBody(workflow="x")] * 4, deliver="caller", lane="train", time_left=1.0)
-
-    def result(attempt: str, task: int) -> TaskResult:
-        return TaskResult(
-            batch=1, ticket=ticket.ticket, task_id=task, attempt=attempt, outcome="finished", runs=[0], parts=1
-        )
-
-    await world.ready()
-    bus = world.bus()
-    await bus.connect()
-    await world.outside.declare(world.topology.batch_queue(1, ticket.ticket))
-    await publish(world, shared(("a", 0), ("b", 1), ("c", 2)), ticket.ticket)
-    await publish(world, shared(("d", 3)), ticket.ticket)
-    collector = Collector(bus, world.topology, world.config, "caller")
+    call = Call()
+    collector, ticket = await call.collector(), call.ticket
+    await publish(call.world, shared(("a", 0), ("b", 1), ("c", 2)), ticket.ticket)
+    await publish(call.world, shared(("d", 3)), ticket.ticket)
     # more parts are asked for than messages hold them
-    taken = await collector.take(ticket, [result("c", 2), result("a", 0), result("d", 3)])
+    taken = await collector.take(ticket, [call.result("c", 2), call.result("a", 0), call.result("d", 3)])
     assert [each.eid.task for each in taken] == [2, 0, 3]
-    assert [each.eid.task for each in await collector.take(ticket, [result("b", 1)])] == [1]
+    assert [each.eid.task for each in await collector.take(ticket, [call.result("b", 1)])] == [1]
     await collector.close()
+
+
+async def test_a_caller_gets_a_part_that_the_reader_of_another_call_reads() -> None:
+    call = Call()
+    collector, ticket = await call.collector(), call.ticket
+    async with collector.reading([ticket]):
+        await asyncio.sleep(0.1)
+        asking = asyncio.create_task(collector.take(ticket, [call.result("a", 0)]))
+        await asyncio.sleep(0.1)
+        await publish(call.world, shared(("a", 0)), ticket.ticket)
+        assert [each.eid.task for each in await asyncio.wait_for(asking, 1.0)] == [0]
+    await collector.close()
+
+
+async def test_a_caller_whose_ticket_was_aborted_gets_nothing_and_makes_no_queue() -> None:
+    call = Call()
+    collector = await call.collector()
+    collector.forget(call.ticket)
+    await collector.close()
+    assert await collector.take(call.ticket, [call.result("a", 0)]) == []
+    assert call.world.count(f"batch.{call.ticket.ticket}") is None
