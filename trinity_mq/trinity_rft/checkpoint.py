@@ -160,9 +160,11 @@ def actor_folder(folder: Path) -> Path:
 
 
 def _holds_weights(folder: Path) -> bool:
-    names = (folder, folder / HUGGINGFACE) if folder.is_dir() else ()
-    files = [place / name for place in names for name in (WEIGHTS, f"{WEIGHTS}.index.json")]
-    return bool(_rank_matches(folder)) or any(file.is_file() for file in files)
+    return bool(_rank_matches(folder)) or any(map(_holds_safetensors, (folder, folder / HUGGINGFACE)))
+
+
+def _holds_safetensors(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (WEIGHTS, f"{WEIGHTS}.index.json"))
 
 
 def _has_all_ranks(folder: Path) -> bool:
@@ -217,7 +219,7 @@ def convert_checkpoint(folder: Path, out: Path, model: Path | None = None) -> Co
     if out.exists():
         raise CommandError(f"--out {str(out)!r} exists and is not overwritten; give a new folder")
     actor = actor_folder(folder)
-    described = model or actor / HUGGINGFACE
+    described = model or (actor if (actor / CONFIG_FILE).is_file() else actor / HUGGINGFACE)
     if not (described / CONFIG_FILE).is_file():
         raise CommandError(
             f"{described} has no {CONFIG_FILE}; give the folder of the model from which the run started: --model FOLDER"
@@ -243,7 +245,7 @@ def _stored_weights(actor: Path) -> tuple[Path, LateTensors]:
     """
     if ranks := _rank_files(actor):
         return actor, _of_ranks([ranks[rank] for rank in range(len(ranks))])
-    place = actor / HUGGINGFACE if not (actor / WEIGHTS).is_file() else actor
+    place = actor if _holds_safetensors(actor) else actor / HUGGINGFACE
     return place, _of_safetensors(sorted(place.glob("model*.safetensors")))
 
 

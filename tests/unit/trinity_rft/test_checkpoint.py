@@ -135,10 +135,12 @@ def test_it_needs_no_package_that_is_not_installed_with_ours(
     assert convert(actor, tmp_path / "new") == 0
 
 
-def test_an_exported_model_is_taken_as_it_is(actor: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["", "huggingface"])
+@pytest.mark.parametrize("shard_size", ["1GB", "2KB"])
+def test_an_exported_model_is_taken_as_it_is(actor: Path, tmp_path: Path, place: str, shard_size: str) -> None:
     model = made(actor / "huggingface")
     with no_progress_bar():
-        model.save_pretrained(actor / "huggingface")
+        model.save_pretrained(actor / "huggingface", max_shard_size=shard_size)
 
     assert convert(actor / place, tmp_path / "new") == 0
     assert same(loaded(tmp_path / "new"), model.state_dict())
