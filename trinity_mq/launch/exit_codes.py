@@ -6,8 +6,9 @@ TRAINED = 0
 ENDED_EARLY = 3
 TRAINED_NOTHING = 4
 EPILOG = (
-    "exit codes: 0 done as asked; 3 ended early, after at least one train step; 4 trained nothing; 2 not started, "
-    "and the line on stderr says what to change; 130, 143 interrupted by Ctrl-C or SIGTERM"
+    "exit codes: 0 done as asked; 3 ended early, after at least one train step or in a mode that does not train; "
+    "4 trained nothing; 2 not started, and the line on stderr says what to change; 130, 143 interrupted by Ctrl-C or "
+    "SIGTERM"
 )
 
 
@@ -15,14 +16,15 @@ def exit_code(*, finished: bool, steps: int | None, trains: bool = True) -> int:
     """Return the exit code of a run that was not interrupted.
 
     Args:
-        trains: True if the mode trains. In other modes, zero train steps are not a failure.
+        trains: True if the mode trains. In other modes, zero train steps are not a failure, and a resume keeps the
+            results.
         finished: True if the run reached its end and no process failed permanently.
         steps: Number of train steps that changed the weights, over all starts of the run. None: the trainer reported no
             number.
     """
     if finished and (steps != 0 or not trains):
         return TRAINED
-    return ENDED_EARLY if steps else TRAINED_NOTHING
+    return ENDED_EARLY if steps or not trains else TRAINED_NOTHING
 
 
 def closing_line(code: int, command: str, *, finished: bool, curable: bool = True) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -59,16 +60,23 @@ def find_rabbitmq() -> Path | None:
     """Return the ``rabbitmq-server`` script of an installed RabbitMQ; None if it is not installed.
 
     ``RABBITMQ_HOME``, a folder with ``sbin/rabbitmq-server`` and ``sbin/rabbitmqctl``, is searched before the usual
-    places. Debian's wrapper on the path is never returned, because it changes user and folder.
+    places. Of several releases in a place, the newest is returned. Debian's wrapper on the path is never returned,
+    because it changes user and folder.
     """
     places = [os.environ["RABBITMQ_HOME"]] if "RABBITMQ_HOME" in os.environ else []
     for pattern in (*places, *HOMES):
-        for home in sorted(Path("/").glob(pattern.lstrip("/")), reverse=True):
+        for home in sorted(Path("/").glob(pattern.lstrip("/")), key=_release, reverse=True):
             if os.access(home / "sbin" / "rabbitmq-server", os.X_OK):
                 return home / "sbin" / "rabbitmq-server"
     on_path = shutil.which("rabbitmq-server")
     script = Path(on_path).resolve() if on_path else None
     return script if script and (script.parent / "rabbitmq-env").exists() else None
+
+
+def _release(home: Path) -> tuple[list[int], bool]:
+    """Return the sort key of a folder ``rabbitmq_server-4.1.0``: its numbers, then prereleases before the release."""
+    version, _, prerelease = home.name.rpartition("server-")[2].partition("-")
+    return [int(number) for number in re.findall(r"\d+", version)], not prerelease
 
 
 def epmd_command(*arguments: str) -> list[str]:

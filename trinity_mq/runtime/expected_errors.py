@@ -39,7 +39,7 @@ def single_error(error: BaseException) -> BaseException:
     """Return the error inside exception groups of concurrent tasks that tells the most: an error that tells the user
     what to do, else the first error. The other errors become notes. An error that is not a group is returned as it is.
     """
-    leaves = list(_leaves(error))
+    leaves = list(leaf_errors(error))
     chosen = next((leaf for leaf in leaves if expected_error(leaf) is not None), leaves[0])
     for other in leaves:
         if other is not chosen and (note := f"also: {type(other).__name__}: {other}") not in getattr(
@@ -49,10 +49,11 @@ def single_error(error: BaseException) -> BaseException:
     return chosen
 
 
-def _leaves(error: BaseException) -> Iterator[BaseException]:
+def leaf_errors(error: BaseException) -> Iterator[BaseException]:
+    """Yield ``error``, or for an exception group each exception in it that is not a group itself."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
-            yield from _leaves(inner)
+            yield from leaf_errors(inner)
     else:
         yield error
 

@@ -35,9 +35,9 @@ from trinity_mq.runtime.errors import (
     RecycleRequested,
     RestartRequested,
     describe_error,
-    first_leaf,
 )
 from trinity_mq.runtime.event_loop import run_on_fast_loop
+from trinity_mq.runtime.expected_errors import leaf_errors
 from trinity_mq.runtime.gpus import visible_devices
 from trinity_mq.runtime.plugins import add_plugins
 from trinity_mq.runtime.process import (
@@ -91,7 +91,8 @@ def run_daemon(config: Config, agent_id: str, role: Role, build: Callable[[Bus, 
         0 when done; ``EXIT_FATAL`` if a restart would fail in the same way; ``EXIT_DISK_FULL`` if the disk is full;
             ``EXIT_RESTART`` if a new process can continue; ``EXIT_RECYCLE`` if a new process should replace this one; 1
             for an unexpected error (its traceback is in the log); 130 if interrupted by Ctrl-C before or after the
-            agent's own handling of signals.
+            agent's own handling of signals. Of several errors, an error that a restart does not help decides, else the
+            first error.
     """
     parent = int(os.environ.get(PARENT_VARIABLE) or 0) or None
     if parent is not None:
@@ -114,10 +115,13 @@ def run_daemon(config: Config, agent_id: str, role: Role, build: Callable[[Bus, 
     except KeyboardInterrupt:
         return 130
     except BaseException as error:
-        cause = first_leaf(error)
+        leaves = list(leaf_errors(error))
+        cause = next(filter(_is_permanent, leaves), leaves[0])
+        if cause is not leaves[0]:  # the log keeps the traceback of the other errors
+            log.exception("agent_failed", agent=agent_id)
         if (full := disk_full_message(cause)) is not None:
             return _end(agent_id, cause if isinstance(cause, FatalError) else FatalError(full), EXIT_DISK_FULL)
-        if isinstance(cause, FatalError | AddressError | BusRefused | StreamCut):
+        if _is_permanent(cause):
             return _end(agent_id, cause, EXIT_FATAL)
         if isinstance(cause, RecycleRequested):
             log.info("agent_recycled", agent=agent_id, reason=str(cause))
@@ -129,6 +133,12 @@ def run_daemon(config: Config, agent_id: str, role: Role, build: Callable[[Bus, 
         log.exception("agent_failed", agent=agent_id)
         return _end(agent_id, cause, 1)
     return 0
+
+
+def _is_permanent(error: BaseException) -> bool:
+    """Return whether a restart would fail in the same way."""
+    permanent = isinstance(error, FatalError | AddressError | BusRefused | StreamCut)
+    return permanent or disk_full_message(error) is not None
 
 
 def _end(agent_id: str, error: BaseException, code: int) -> int:

@@ -126,8 +126,8 @@ def actor_folder(folder: Path) -> Path:
 
     Args:
         folder: The folder ``actor``, a folder ``global_step_N``, or the checkpoint folder of a run. In the last case
-            the checkpoint that the file :data:`LATEST` names is taken, or without this file the checkpoint of the last
-            step.
+            the checkpoint that the file :data:`LATEST` names is taken. Without this file, the last checkpoint with the
+            files of all ranks is taken.
 
     Raises:
         CommandError: The folder holds no weights.
@@ -144,7 +144,8 @@ def actor_folder(folder: Path) -> Path:
     try:
         latest = int((folder / LATEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        latest = max(steps, default=-1)
+        complete = [step for step, path in steps.items() if _has_all_ranks(path / ACTOR)]
+        latest = max(complete or steps, default=-1)
     if latest in steps:
         return steps[latest] / ACTOR
     if (folder / ACTOR / "dist_ckpt").is_dir() or (folder / "dist_ckpt").is_dir():
@@ -159,9 +160,29 @@ def actor_folder(folder: Path) -> Path:
 
 
 def _holds_weights(folder: Path) -> bool:
-    names = (folder, folder / HUGGINGFACE) if folder.is_dir() else ()
-    files = [place / name for place in names for name in (WEIGHTS, f"{WEIGHTS}.index.json")]
-    return bool(_rank_files(folder)) or any(file.is_file() for file in files)
+    return bool(_rank_matches(folder)) or any(map(_holds_safetensors, (folder, folder / HUGGINGFACE)))
+
+
+def _holds_safetensors(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (WEIGHTS, f"{WEIGHTS}.index.json"))
+
+
+def _has_all_ranks(folder: Path) -> bool:
+    """Return False if files of ranks are missing, as in a checkpoint of a run that was killed while it saved."""
+    try:
+        _rank_files(folder)
+    except CommandError:
+        return False
+    return True
+
+
+def _rank_matches(folder: Path) -> dict[re.Match[str], Path]:
+    """Return the files of the ranks by the match of their names."""
+    return {
+        match: path
+        for path in folder.glob("model_world_size_*_rank_*.pt")
+        if (match := _RANK_FILE.fullmatch(path.name))
+    }
 
 
 def _rank_files(folder: Path) -> dict[int, Path]:
@@ -170,11 +191,7 @@ def _rank_files(folder: Path) -> dict[int, Path]:
     Raises:
         CommandError: The files belong to two runs with different numbers of ranks, or a rank has no file.
     """
-    files = {
-        match: path
-        for path in folder.glob("model_world_size_*_rank_*.pt")
-        if (match := _RANK_FILE.fullmatch(path.name))
-    }
+    files = _rank_matches(folder)
     worlds = {int(match[1]) for match in files}
     if not files:
         return {}
@@ -202,7 +219,7 @@ def convert_checkpoint(folder: Path, out: Path, model: Path | None = None) -> Co
     if out.exists():
         raise CommandError(f"--out {str(out)!r} exists and is not overwritten; give a new folder")
     actor = actor_folder(folder)
-    described = model or actor / HUGGINGFACE
+    described = model or (actor if (actor / CONFIG_FILE).is_file() else actor / HUGGINGFACE)
     if not (described / CONFIG_FILE).is_file():
         raise CommandError(
             f"{described} has no {CONFIG_FILE}; give the folder of the model from which the run started: --model FOLDER"
@@ -228,7 +245,7 @@ def _stored_weights(actor: Path) -> tuple[Path, LateTensors]:
     """
     if ranks := _rank_files(actor):
         return actor, _of_ranks([ranks[rank] for rank in range(len(ranks))])
-    place = actor / HUGGINGFACE if not (actor / WEIGHTS).is_file() else actor
+    place = actor if _holds_safetensors(actor) else actor / HUGGINGFACE
     return place, _of_safetensors(sorted(place.glob("model*.safetensors")))
 
 

@@ -79,12 +79,16 @@ class TestInfo:
         class Colour(StrEnum):
             RED = "red"
 
+            def __str__(self) -> str:  # as of an enum of (str, Enum)
+                return "Colour.RED"
+
         info = {
             "np": {"f": np.float32(0.5), "i": np.int64(3), "b": np.bool_(True), "s": np.str_("x"), "c": Colour.RED},
             "tensor": torch.tensor([[1.0, 2.0]], dtype=torch.bfloat16),
             "array": np.arange(6, dtype=np.uint16).reshape(2, 3)[:, ::-1],
             "none": np.array([], dtype="bool"),
             "tuple": (1, 2),
+            Colour.RED: {Colour.RED: []},
         }
         (back,) = decode(encode([Experience(tokens=[1, 2], info=info)]))
         assert [(type(value), value) for value in back.info["np"].values()] == [
@@ -95,6 +99,7 @@ class TestInfo:
         assert (back.info["array"].dtype, back.info["array"].tolist()) == (np.uint16, [[2, 1, 0], [5, 4, 3]])
         assert (back.info["none"].dtype, back.info["none"].shape) == (np.bool_, (0,))
         assert back.info["tuple"] == [1, 2]
+        assert back.info["red"] == {"red": []}
 
     @pytest.mark.parametrize(
         ("value", "named"),

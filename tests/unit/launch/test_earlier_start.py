@@ -244,6 +244,12 @@ def test_the_code_tells_what_was_trained(finished: bool, steps: int | None, code
     assert line is None or f"(exit code {code})" in line
 
 
+@pytest.mark.parametrize(("finished", "code"), [(True, 0), (False, 3)])
+def test_a_mode_that_does_not_train_keeps_its_results(finished: bool, code: int) -> None:
+    assert exit_code(finished=finished, steps=None, trains=False) == code
+    assert "--fresh" not in str(closing_line(code, "trinity-mq run x.yaml", finished=finished))
+
+
 def test_the_same_command_is_no_advice_where_nothing_is_left_or_it_would_fail_again() -> None:
     assert "same command" not in str(closing_line(4, "trinity-mq run x.yaml", finished=True))
     assert "resume with the same command" not in str(closing_line(3, "trinity-mq run x", finished=False, curable=False))

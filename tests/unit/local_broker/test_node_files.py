@@ -238,6 +238,19 @@ async def test_where_rabbitmq_is_not_installed_docker_is_chosen_and_where_neithe
     assert find_rabbitmq() == script, "one that is unpacked there"
 
 
+@pytest.mark.parametrize(("older", "newer"), [("3.9.13", "3.12.1"), ("4.0.9", "4.0.10"), ("4.1.0-rc.1", "4.1.0")])
+def test_of_several_releases_the_newest_is_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, older: str, newer: str
+) -> None:
+    monkeypatch.setattr("trinity_mq.local_broker.node.HOMES", (f"{tmp_path}/rabbitmq_server-*",))
+    monkeypatch.delenv("RABBITMQ_HOME", raising=False)
+    for version in (newer, older):
+        script = tmp_path / f"rabbitmq_server-{version}" / "sbin" / "rabbitmq-server"
+        script.parent.mkdir(parents=True)
+        script.touch(mode=0o755)
+    assert find_rabbitmq() == tmp_path / f"rabbitmq_server-{newer}" / "sbin" / "rabbitmq-server"
+
+
 async def test_an_image_that_cannot_be_had_says_what_to_do(
     docker: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

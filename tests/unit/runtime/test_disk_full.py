@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import structlog
 
-from trinity_mq.runtime.errors import EXIT_DISK_FULL, FatalError
+from trinity_mq.config import load_config
+from trinity_mq.runtime import serve
+from trinity_mq.runtime.errors import EXIT_DISK_FULL, EXIT_FATAL, FatalError
 from trinity_mq.runtime.process import disk_full_message
 from trinity_mq.telemetry import MetricsWriter, setup_logging
 
@@ -55,6 +57,29 @@ def test_a_log_on_a_full_disk_is_one_line_and_no_traceback(tmp_path: Path, capfd
         structlog.get_logger("x").info("slice_done", ticket="t")
     setup_logging("runner", "runner-0", None)
     assert capfd.readouterr().err == f"{tmp_path}/logs/runner-0.jsonl cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (FatalError("f"), EXIT_FATAL),
+        (OSError(errno.ENOSPC, "No space left on device"), EXIT_DISK_FULL),
+        (KeyError("k"), 1),
+    ],
+)
+def test_of_several_errors_the_error_that_a_restart_does_not_help_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
+) -> None:
+    def fail(_: object) -> None:
+        raise ExceptionGroup("g", [ValueError("v"), ExceptionGroup("inner", [error])])
+
+    for name in ("setup_logging", "start_trace", "_serve"):
+        monkeypatch.setattr(serve, name, lambda *_, **__: None)
+    monkeypatch.setattr(serve, "run_on_fast_loop", fail)
+    config = load_config({"name": "w", "model": {"tiny": {}}, "run_dir": str(tmp_path)})
+    with structlog.testing.capture_logs() as lines:
+        assert serve.run_daemon(config, "runner-0", "runner", lambda *_: pytest.fail("not called")) == code
+    assert "agent_failed" in [line["event"] for line in lines], "the other error is in the log too"
 
 
 def test_an_agent_ends_with_a_code_of_its_own(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -177,6 +178,26 @@ async def test_a_program_that_is_not_there_fails_with_its_name(make: Make, watch
     assert "/no/such/program cannot be started" in next(
         event.reason for event in watcher.events if event.what == "failed"
     )
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "words"),
+    [
+        (errno.ENOSPC, EXIT_DISK_FULL, "a.out: the disk is full"),
+        (errno.EACCES, 127, "a.out cannot be opened: Permission"),
+    ],
+)
+async def test_an_output_file_that_cannot_be_opened_is_named(
+    make: Make, watcher: Watcher, monkeypatch: pytest.MonkeyPatch, number: int, code: int, words: str
+) -> None:
+    def refuse(path: Path, *_: object) -> None:
+        raise OSError(number, os.strerror(number), str(path))
+
+    supervisor = make(spec("a", FOREVER))
+    monkeypatch.setattr(Path, "open", refuse)
+    async with asyncio.timeout(30):
+        assert await supervisor.run() == code
+    assert words in watcher.events[-1].reason
 
 
 @pytest.mark.parametrize("code", [EXIT_FATAL, EXIT_DISK_FULL])

@@ -135,12 +135,14 @@ def test_it_needs_no_package_that_is_not_installed_with_ours(
     assert convert(actor, tmp_path / "new") == 0
 
 
-def test_an_exported_model_is_taken_as_it_is(actor: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["", "huggingface"])
+@pytest.mark.parametrize("shard_size", ["1GB", "2KB"])
+def test_an_exported_model_is_taken_as_it_is(actor: Path, tmp_path: Path, place: str, shard_size: str) -> None:
     model = made(actor / "huggingface")
     with no_progress_bar():
-        model.save_pretrained(actor / "huggingface")
+        model.save_pretrained(actor / "huggingface", max_shard_size=shard_size)
 
-    assert convert(actor, tmp_path / "new") == 0
+    assert convert(actor / place, tmp_path / "new") == 0
     assert same(loaded(tmp_path / "new"), model.state_dict())
     folder = actor / "huggingface"
     assert ensure_model_folder(ModelConfig(model_path=str(folder)), tmp_path, 0) == folder, "without the command too"
@@ -245,6 +247,19 @@ def test_what_does_not_fit_is_one_clear_error(
     assert len(error.splitlines()) == 1
     assert re.search(message, error), error
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("latest", ["40", None])
+def test_a_step_that_was_cut_off_while_it_was_saved_is_skipped(actor: Path, tmp_path: Path, latest: str | None) -> None:
+    model = made(actor / "huggingface")
+    sharded(model.state_dict(), actor, 1)
+    (cut_off := tmp_path / "run" / "global_step_50" / "actor").mkdir(parents=True)
+    (cut_off / "model_world_size_2_rank_0.pt").touch()
+    if latest is None:
+        (tmp_path / "run" / "latest_checkpointed_iteration.txt").unlink()
+
+    assert convert(tmp_path / "run", tmp_path / "new") == 0
+    assert same(loaded(tmp_path / "new"), model.state_dict())
 
 
 def test_an_existing_folder_is_kept(actor: Path, tmp_path: Path) -> None:

@@ -50,6 +50,8 @@ class _Arrived(NamedTuple):
     offset: int | None
     settled: bool = False
     """True if the broker expects no answer."""
+    next_offset: int = 0
+    """Offset from which a stream is read after this message: refused messages that follow it are passed over."""
 
 
 class RabbitConsumer(BufferedConsumer[_Arrived]):
@@ -180,7 +182,11 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
         if requested is not None and offset > requested + SEGMENT_ENTRIES:
             self._end(StreamCut(self.queue.name, requested, offset))
         elif not passed_over:
-            self._put(_Arrived(channel, message, offset))
+            self._put(_Arrived(channel, message, offset, next_offset=offset + 1))
+        elif self._arrived:  # messages before it are not handed over yet, and are read again after a reconnect
+            self._arrived[-1] = self._arrived[-1]._replace(next_offset=offset + 1)
+        else:
+            self._next = offset + 1
 
     async def _refuse(self, channel: Channel, message: DeliveredMessage, problem: str) -> None:
         """Skip a message that its sender routed here from elsewhere. The broker moves it from a work queue to
@@ -230,7 +236,7 @@ class RabbitConsumer(BufferedConsumer[_Arrived]):
 
     def _hand_over(self, item: _Arrived) -> Delivery:
         if item.offset is not None:
-            self._next = item.offset + 1
+            self._next = item.next_offset
             self._to_ack = item.message.delivery_tag or 0
             if self._channel is not None and (self._acking is None or self._acking.done()):
                 self._acking = asyncio.get_running_loop().create_task(self._acknowledge(self._channel))

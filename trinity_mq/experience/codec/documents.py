@@ -275,7 +275,7 @@ def _kinds(maps: Sequence[dict[str, Any]]) -> set[type]:
 
 def _key(key: Any, where: str) -> str:
     if isinstance(key, str):
-        return str(key)
+        return str.__str__(key)  # the text, whatever the class shows: str() of an enum may be its name
     raise EncodeError(f"{where} has the key {short_repr(key)}, wanted text; use str({short_repr(key)})")
 
 

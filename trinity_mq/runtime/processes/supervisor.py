@@ -15,11 +15,12 @@ from typing import Literal
 from trinity_mq.bus.retry import exponential_pause
 from trinity_mq.config import SupervisorConfig
 from trinity_mq.runtime.errors import EXIT_DISK_FULL, EXIT_FATAL, EXIT_RECYCLE
+from trinity_mq.runtime.process import disk_full_message
 from trinity_mq.runtime.processes.exit_reasons import exit_reason, read_output_tail
 from trinity_mq.runtime.processes.forking import ForkedProcess, Process, Starter, adopted_orphans, start_command
 
 EXIT_NOT_STARTED = 127
-"""Exit code of a program that cannot be started, as in a shell."""
+"""Exit code of a program that cannot be started, as in a shell, or whose output file cannot be opened."""
 PARENT_VARIABLE = "TRINITY_MQ_PARENT"
 """Environment variable with the supervisor's process id, for :func:`~trinity_mq.runtime.process.die_with_parent`."""
 
@@ -222,15 +223,22 @@ class Supervisor:
         spec = child.spec
         child.forced = False
         child.woken.clear()
+        path = self._output(child)
         try:
-            with self._output(child).open("ab") as output:
+            output = path.open("ab")
+        except OSError as error:
+            full = disk_full_message(error)
+            code = EXIT_NOT_STARTED if full is None else EXIT_DISK_FULL
+            self._fail(child, code, full or f"{path} cannot be opened: {error.strerror or error}")
+            return None
+        try:
+            with output:
                 child.output_start = output.tell()
                 start = start_command if spec.starts_anew else self._start
                 env = {**os.environ, **spec.env, PARENT_VARIABLE: str(os.getpid())}
                 child.process = await start(spec.argv, env, output)
         except OSError as error:
-            child.phase, child.code = "failed", EXIT_NOT_STARTED
-            self._emit(child, "failed", code=EXIT_NOT_STARTED, reason=f"{spec.argv[0]} cannot be started: {error}")
+            self._fail(child, EXIT_NOT_STARTED, f"{spec.argv[0]} cannot be started: {error}")
             return None
         child.phase, child.replacing = "running", False
         self._emit(child, "started")

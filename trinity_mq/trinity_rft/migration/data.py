@@ -147,7 +147,7 @@ def _step_size(move: SettingsTransfer, experiences: int, rolled_out: int) -> Non
         move.put("trainer.batches_per_step", batches, comment, origin="buffer.train_batch_size")
         interval = whole(move.take("synchronizer.sync_interval", 1)) or 1
         move.put("synchronizer.sync_interval", interval * batches, "in batches here, of which a step has several")
-    elif experiences < rolled_out and rolled_out % experiences == 0:
+    elif 0 < experiences < rolled_out and rolled_out % experiences == 0:
         move.put("algorithm.mini_batches", rolled_out // experiences, comment, origin="buffer.train_batch_size")
     else:
         reason = f"a train step has the {rolled_out} experiences of a batch, whole batches or equal parts of one"

@@ -191,11 +191,26 @@ def _lengths(move: SettingsTransfer, there: str) -> None:
     numbers = {name: whole_value for name, value in limits.items() if (whole_value := whole(value)) is not None}
     comments: dict[str, str] = {}
     if len(numbers) == len(limits) and limits:  # otherwise a limit is a variable that is not set on this machine
-        filled, comments = _filled_limits(numbers)
-        limits |= {name: value for name, value in filled.items() if value != numbers.get(name)}
+        possible = _possible_limits(move, there, numbers)
+        filled, comments = _filled_limits(possible)
+        limits |= {name: value for name, value in filled.items() if value != possible.get(name)}
     for name in LENGTHS:
         if name in limits:
             move.put(f"model.{name}", limits[name], *([comments[name]] if name in comments else []))
+
+
+def _possible_limits(move: SettingsTransfer, there: str, limits: Mapping[str, int]) -> dict[str, int]:
+    """Return the limits without a limit that takes the whole total, which is recorded as lost. A prompt limit that only
+    the response limit contradicts stays, since :func:`_filled_limits` lowers it.
+    """
+    possible = dict(limits)
+    total = possible.get("max_model_len")
+    for name, other in (("max_response_tokens", "prompt"), ("max_prompt_tokens", "response")):
+        if total is None or possible.get(name, 0) < total or "max_response_tokens" in possible.keys() - {name}:
+            continue
+        reason = f"wanted less than max_model_len {total}, which is for the {other} too: set limits that fit"
+        move.lost(f"{there}{name}", possible.pop(name), reason)
+    return possible
 
 
 def _filled_limits(limits: Mapping[str, int]) -> tuple[dict[str, int], dict[str, str]]:
