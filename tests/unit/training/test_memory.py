@@ -30,6 +30,7 @@ from trinity_mq.training.memory.estimate import (
     ModelMemory,
     estimate,
     fixed_parts,
+    host_parts,
     measure_requests,
 )
 from trinity_mq.training.memory.measure import (
@@ -56,6 +57,7 @@ LLAMA = LlamaConfig(
     vocab_size=32000, hidden_size=128, intermediate_size=512, num_hidden_layers=5, tie_word_embeddings=False, **SHARED
 )
 TOLERANCE = 0.15
+COPY = "checkpoint copy"
 
 
 def saved(shape: PreTrainedConfig, folder: Path) -> Path:
@@ -204,6 +206,11 @@ def test_sharing_divides_what_a_rank_holds(on_gpu: tuple[Config, dict[str, Measu
     four = fixed_parts(sizes, changed(config, trainer={"nproc": 4}), "cuda")
     assert [alone[name] / four[name] for name in ("weights", "gradients", "optimizer")] == [4, 4, 4]
     assert four["gathered"] > 2 * (sizes.root + sizes.block)
+    copies = [
+        host_parts(sizes, changed(config, trainer={"nproc": ranks, "async_save": waits_not}), "cuda").get(COPY)
+        for ranks, waits_not in ((1, True), (4, True), (4, False), (1, False))
+    ]
+    assert copies == [12 * sizes.trained, 3 * sizes.trained, 3 * sizes.trained, None]
 
 
 def changed(config: Config, *, optimizer: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:

@@ -337,10 +337,9 @@ def host_parts(sizes: ModelMemory, config: Config, device: Device, critic: Model
     """Return the bytes in the host memory of rank 0, by part."""
     ranks, on_device = config.trainer.nproc, device == "cuda"
     parts: dict[str, int] = {f"process {ASSUMED_SUFFIX}": ASSUMED["process"]}
-    if config.trainer.async_save:
-        parts["checkpoint copy"] = 4 * sizes.trained + state_bytes(sizes, config)
-        if critic is not None:
-            parts["checkpoint copy"] += 12 * critic.parameters
+    if config.trainer.async_save or ranks > 1:  # several ranks write their shares from copies in any case
+        copied = 4 * sizes.trained + state_bytes(sizes, config) + (0 if critic is None else 12 * critic.parameters)
+        parts["checkpoint copy"] = copied // ranks
     if on_device and config.algorithm.optimizer.offload:
         parts["optimizer"] = state_bytes(sizes, config) // ranks
     if on_device and _holds_reference(config) and config.algorithm.reference.offload:
