@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trinity_mq.algorithms.view import TokenView
 from trinity_mq.config.algorithm.pieces import LossConfig, Piece, PluginPiece
-from trinity_mq.runtime.errors import FatalError
+from trinity_mq.runtime.errors import FatalError, custom_code
 from trinity_mq.runtime.plugins import resolve
 
 SURROGATE = ("log_ratio", "logprob", "advantage")
@@ -121,8 +121,8 @@ def plugin_losses(
         custom: ``[tokens, ...]`` each. The function gets the fields that match its parameters.
 
     Raises:
-        PluginError: The function needs a missing custom field, or does not return a loss with a gradient for each
-            token.
+        PluginError: The function needs a missing custom field, raised an error, or did not return a loss with a
+            gradient for each token.
     """
     function = load_function(plugin, SURROGATE)
     chosen = {}
@@ -137,7 +137,8 @@ def plugin_losses(
                 f"{', '.join(map(repr, custom)) or 'none'}; give each a CustomField with this destination_field, or "
                 "give the value in args"
             )
-    result = function(log_ratio, logprob, advantage, **plugin.args, **chosen)
+    with custom_code(PluginError, f"{plugin.kind} raised"):
+        result = function(log_ratio, logprob, advantage, **plugin.args, **chosen)
     losses = _checked(plugin.kind, result, log_ratio, (log_ratio, logprob, advantage))
     if log_ratio.requires_grad and not losses.requires_grad:
         raise PluginError(
@@ -151,9 +152,11 @@ def plugin_weights(plugin: PluginPiece, view: TokenView) -> Tensor:
     """Return the weights of a custom correction, ``[tokens]``, checked.
 
     Raises:
-        PluginError: The function does not return a weight of at least 0 for each token.
+        PluginError: The function raised an error, or did not return a weight of at least 0 for each token.
     """
-    result = load_function(plugin, CORRECTION)(view, **plugin.args)
+    function = load_function(plugin, CORRECTION)
+    with custom_code(PluginError, f"{plugin.kind} raised"):
+        result = function(view, **plugin.args)
     if isinstance(result, Tensor) and result.dtype == torch.bool:
         result = result.to(view.mu.dtype)
     weights = _checked(plugin.kind, result, view.mu, (view.logprob, view.mu, view.advantage)).detach()

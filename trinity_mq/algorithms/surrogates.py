@@ -60,20 +60,22 @@ def clip(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: Clip) -> T
 
 
 def truncate(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: Truncate) -> TokenLoss:
-    """Return the policy gradient with a truncated constant weight; see :class:`Truncate`. Counts the tokens whose
-    weight differs from their ratio (``clipped_frac``), with ``only: negative`` also among the positive tokens.
+    """Return the policy gradient with a truncated constant weight; see :class:`Truncate`. Counts the tokens with a
+    truncated weight (``clipped_frac``).
     """
     ratio = log_ratio.detach().exp()
     weight = ratio.clamp(args.floor, args.cap)
+    truncated = weight != ratio
     if args.only == "negative":
-        weight = torch.where(advantage > args.threshold, 1.0, weight)
+        positive = advantage > args.threshold
+        weight, truncated = torch.where(positive, 1.0, weight), truncated & ~positive
     keep = torch.ones_like(advantage, dtype=torch.bool)
     if args.mask_high is not None:
         keep &= ~((ratio > 1 + args.mask_high) & (advantage > 0))
     if args.mask_low is not None:
         keep &= ~((ratio < 1 - args.mask_low) & (advantage < 0))
     loss = -weight * advantage * logprob
-    return TokenLoss(torch.where(keep, loss, 0.0), {"clipped_frac": weight != ratio})
+    return TokenLoss(torch.where(keep, loss, 0.0), {"clipped_frac": truncated})
 
 
 def gate(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, args: SigmoidGate) -> TokenLoss:

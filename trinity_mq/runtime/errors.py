@@ -58,11 +58,14 @@ def describe_error(error: BaseException) -> str:
 @contextmanager
 def custom_code(kind: type[Exception], what: str) -> Iterator[None]:
     """Run the user's own code in the ``with`` block. Any exception in it is replaced by an exception of class ``kind``,
-    whose message is ``what``, followed by the original error and its place.
+    whose message is ``what``, followed by the original error and its place. A ``torch.OutOfMemoryError`` stays: its
+    handler names the settings that help.
     """
     try:
         yield
     except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # compared by name, because this module imports no torch
+            raise
         raise kind(f"{what} {describe_error(error)}") from error
 
 

@@ -86,7 +86,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return []
-    return [fields for line in text.splitlines() if (fields := parse_line(line)) is not None]
+    # only line feeds end a line: names may contain the other line breaks of splitlines()
+    return [fields for line in text.split("\n") if (fields := parse_line(line)) is not None]
 
 
 def _number(value: Any) -> float | int:

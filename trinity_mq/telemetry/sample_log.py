@@ -51,7 +51,8 @@ class SampleLog:
         self._file: BinaryIO | None = None
 
     def append(self, step: int, body: bytes) -> None:
-        """Append a record in a single write.
+        """Append a record. After an error the next record starts a new segment, because no record after a torn record
+        can be read.
 
         Raises:
             OSError: The disk is full, or the folder is not writable.
@@ -62,8 +63,13 @@ class SampleLog:
         elif self._file.tell() >= self._max_bytes // SEGMENTS:
             self._open(self._next_number())
         assert self._file is not None
-        self._file.write(_HEADER.pack(MAGIC, step, len(body)) + body)
-        self._file.flush()
+        record = memoryview(_HEADER.pack(MAGIC, step, len(body)) + body)
+        try:
+            while record:  # a write may be short: on a nearly full disk, or over 2 GiB
+                record = record[self._file.write(record) :]
+        except OSError:
+            self.close()
+            raise
         self._trim()
 
     def close(self) -> None:

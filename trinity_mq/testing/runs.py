@@ -134,7 +134,7 @@ class LocalRun:
             return int(json.loads(files[0].read_text())["pid"]) if files else None
         log = self.run_dir / "logs" / f"{agent}.jsonl"
         lines = (
-            [json.loads(line) for line in log.read_text().splitlines() if '"agent_starts"' in line]
+            [json.loads(line) for line in log.read_text().split("\n") if '"agent_starts"' in line]
             if log.exists()
             else []
         )

@@ -139,7 +139,7 @@ class Critic:
 
     def restore(self, parts: Parts) -> None:
         """Restore the optimizer state and step count that :meth:`parts` returned. The weights are already loaded. The
-        learning rate comes from the configuration, the other settings of the optimizer from the checkpoint.
+        settings of the optimizer come from the configuration.
 
         Raises:
             KeyError, TypeError, ValueError: The parts do not belong to this critic.
@@ -148,7 +148,7 @@ class Critic:
         self.optimizer.load_state_dict(state | {"state": sharded_states(state["state"], self.parameters)})
         self.steps = int(parts[CRITIC].facts["steps"])
         for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.lr
+            group.update(self.optimizer.defaults)
 
 
 class CriticTotals:

@@ -70,6 +70,7 @@ from trinity_mq.training.memory.measure import (
     remedies,
     stored_limit,
 )
+from trinity_mq.training.model.lora import weight_count
 from trinity_mq.training.model.policy import LearnerError, ModelNotLoadedError, Policy, select_device
 from trinity_mq.training.optimizers import learning_rate, make_optimizer, restore_state, set_learning_rate
 from trinity_mq.training.packing import (
@@ -782,7 +783,7 @@ class TorchLearner:
         epochs, peak = self._config.algorithm.epochs, self._config.trainer.peak_tflops
         rate = int(tokens_of(batch).sum()) * epochs / seconds
         weights = self.policy.parameters
-        tflops = sum((6 if weight.requires_grad else 4) * weight.numel() for weight in weights) * rate / 1e12
+        tflops = sum((6 if weight.requires_grad else 4) * weight_count(weight) for weight in weights) * rate / 1e12
         return {
             "time/train_step": seconds,
             "perf/tokens_per_second": rate,

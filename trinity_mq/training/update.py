@@ -321,7 +321,7 @@ def optimizer_step(
         skipped step include ``actor/skipped_<reason>``.
 
     Raises:
-        PluginError: A custom surrogate or correction did not return a number for each token.
+        PluginError: A custom surrogate or correction raised an error, or did not return a number for each token.
         TrainingStopped: Too many steps in a row were skipped.
     """
     guard, watch = guard or Guard(GuardConfig()), watch or Stopwatch(policy.device)

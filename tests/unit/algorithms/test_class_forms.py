@@ -338,6 +338,26 @@ def test_advantages_of_a_data_proto_are_those_of_a_direct_call(folder: Path) -> 
     assert metrics["group_advantages/rows"] == 6.0
 
 
+@pytest.mark.parametrize(
+    ("advantages", "metrics", "message"),
+    [
+        (torch.zeros(6), {}, r"Whitened sets advantages or returns that cannot be used, wanted Tensors \[6, longest "),
+        (torch.zeros(6, 5), 0.5, r"Whitened returns the metrics 0\.5, wanted numbers by name: TypeError"),
+    ],
+)
+def test_advantages_of_a_wrong_form_are_one_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, advantages: Tensor, metrics: Any, message: str
+) -> None:
+    def call(self: Any, exps: Any, **kwargs: Any) -> tuple[Any, Any]:
+        exps.batch["advantages"] = advantages
+        return exps, metrics
+
+    config = configured(folder, advantage_fn="whitened", repeat_times=1).algorithm
+    monkeypatch.setattr(class_named("Whitened"), "__call__", call)
+    with pytest.raises(PluginError, match=message):
+        estimate(ExperienceBatch.of(experiences()), config.estimator)
+
+
 def test_a_registered_algorithm_sets_its_functions_below_the_users_settings(folder: Path) -> None:
     config = configured(folder, algorithm_type="centred_algorithm", policy_loss_fn_args={"tau": 4.0}).algorithm
     assert config.surrogate.kind == "class_forms_plugin.Centred"

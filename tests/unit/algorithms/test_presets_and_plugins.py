@@ -73,6 +73,18 @@ def needy(view: TokenView, threshold: float) -> Tensor:
     return view.mu.exp().clamp(max=threshold)
 
 
+def broken_surrogate(log_ratio: Tensor, logprob: Tensor, advantage: Tensor) -> Tensor:
+    raise TypeError("no such number")
+
+
+def broken_correction(view: TokenView) -> Tensor:
+    raise KeyError("absent")
+
+
+def too_large(log_ratio: Tensor, logprob: Tensor, advantage: Tensor) -> Tensor:
+    raise torch.OutOfMemoryError
+
+
 no_function = 3
 
 
@@ -140,6 +152,8 @@ def test_corrections_weigh_tokens_or_leave_them_out() -> None:
         ("detached", {}, r"returns losses without a gradient"),
         ("divided", {}, r"returns .*inf for 9 of 9 tokens whose inputs are finite; mask"),
         ("numbers", {}, r"returns a list, wanted a Tensor of shape \[9\]"),
+        ("broken_surrogate", {}, r"broken_surrogate raised TypeError: no such number"),
+        ("broken_correction", {}, r"broken_correction raised KeyError: 'absent'"),
         ("no_function", {}, r"is 3, wanted a function"),
         ("TokenView", {}, r"wanted a function"),
         ("negative", {}, r"gives a weight of -1, wanted at least 0"),
@@ -153,8 +167,15 @@ def test_corrections_weigh_tokens_or_leave_them_out() -> None:
 )
 def test_a_piece_that_cannot_be_used_is_named_with_what_to_do(name: str, args: dict[str, Any], said: str) -> None:
     own = piece(name, **args)
+    is_correction = name in {"negative", "needy", "near", "broken_correction"}
     with pytest.raises(PluginError, match=said):
-        loss_of(scaled(), **({"correction": [own]} if name in {"negative", "needy", "near"} else {"surrogate": own}))
+        loss_of(scaled(), **({"correction": [own]} if is_correction else {"surrogate": own}))
+
+
+def test_a_lack_of_memory_is_no_fault_of_the_plugin() -> None:
+    """The learner names the settings that help."""
+    with pytest.raises(torch.OutOfMemoryError):
+        loss_of(scaled(), surrogate=piece("too_large"))
 
 
 def test_a_path_that_leads_nowhere_is_found_before_the_first_step() -> None:

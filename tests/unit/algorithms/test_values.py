@@ -20,7 +20,7 @@ from trinity_mq.algorithms.regularisers import adapt_coefficient, kl_estimate, s
 from trinity_mq.algorithms.scoring import HeadOperation, Scores, entropy_baselines, head_scores, token_logprobs
 from trinity_mq.algorithms.surrogates import clipped_value_loss, likelihood, surrogate
 from trinity_mq.algorithms.view import TokenView, segment_maxima
-from trinity_mq.config.algorithm.pieces import Likelihood, LogLinear, LossConfig
+from trinity_mq.config.algorithm.pieces import Likelihood, LogLinear, LossConfig, Truncate
 from trinity_mq.config.algorithm.reference import RewardKL
 from trinity_mq.training.memory.measure import LiveBytes
 
@@ -40,6 +40,12 @@ def test_the_clipped_value_loss() -> None:
     losses.mean().backward()
     assert values.grad is not None
     close(values.grad, vector["expected"]["grad_values"])
+
+
+def test_only_truncated_weights_are_counted() -> None:
+    ratio, advantage = torch.tensor([1.01, 2.0, 1.01, 2.0]), torch.tensor([1.0, 1.0, -1.0, -1.0])
+    terms = surrogate(ratio.log(), ratio.log(), advantage, Truncate(cap=1.28, only="negative"))
+    assert terms.counts["clipped_frac"].tolist() == [False, False, False, True]
 
 
 def test_the_age_of_tokens_and_of_the_oldest_of_a_sequence() -> None:

@@ -60,6 +60,13 @@ def test_a_field_keeps_the_others_of_the_presets_piece_and_another_kind_does_not
     assert loss_of(algorithm_type="ppo", kl=None).kl is None
 
 
+def test_a_schedule_trains_on_samples_whatever_the_weight_of_rl() -> None:
+    scheduled: dict[str, Any] = {"weights": {"rl": 0}, "ce_schedule": {}}
+    [problem] = algorithm_problems(loss_of(estimator="none", **scheduled), 0, 4096)
+    assert "algorithm.estimator is none, but ce_schedule gives rl a weight: sampled answers" in problem
+    assert list(algorithm_problems(loss_of(entropy_coef=0.01, **scheduled), 0, 4096)) == []
+
+
 def test_what_was_resolved_resolves_to_itself() -> None:
     config = AlgorithmConfig.model_validate({"clip_range_high": 0.3, "repeat_times": 4})
     assert AlgorithmConfig.model_validate(config.model_dump(mode="json")) == config

@@ -34,14 +34,15 @@ def test_one_line_a_step(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path, "trainer", "trainer-0", tensorboard=False)
     writer.write(1, {"actor/pg_loss": 0.5, "sample/staleness/max": 1})
     writer.write(2, {"actor/pg_loss": float("nan"), "actor/grad_norm": float("inf")})
-    writer.write(3, {"a": np.float32(0.5), "b": np.int64(3), "c": True})  # type: ignore[dict-item]
+    broken = "line\u2028breaks\u2029of\u0085unicode"
+    writer.write(3, {"a": np.float32(0.5), "b": np.int64(3), "c": True, broken: 1.0})  # type: ignore[dict-item]
     writer.close()
     first, second, third = read_metrics(tmp_path / "metrics.jsonl")
     assert list(first)[:4] == ["time", "role", "agent", "step"]
     assert before - 1 <= first.pop("time") <= time.time() + 1
     fields = {"role": "trainer", "agent": "trainer-0", "step": 1}
     assert first == {**fields, "actor/pg_loss": 0.5, "sample/staleness/max": 1}
-    assert (third["a"], third["b"], third["c"]) == (0.5, 3, 1)
+    assert (third["a"], third["b"], third["c"], third[broken]) == (0.5, 3, 1, 1)
     assert (second["actor/pg_loss"], second["actor/grad_norm"]) == (None, None)
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -88,6 +89,20 @@ def test_a_record_torn_by_a_kill_hides_nothing_of_the_next_process(tmp_path: Pat
     assert [one.step for one in reader.read()] == [1, 2]
     after.append(3, b"body")
     assert [one.step for one in reader.read()] == [3]
+
+
+def test_a_record_that_does_not_fit_is_an_error_and_hides_no_later_record(tmp_path: Path, opened: Opened) -> None:
+    log = opened(tmp_path, 2**20)
+    log.append(1, b"body")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**12, hard))  # of the next record only the first part fits
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            log.append(2, bytes(2**13))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    log.append(3, b"body")
+    assert [record.step for record in SampleLogReader(tmp_path).read()] == [1, 3]
 
 
 def test_a_run_begun_anew_is_read_from_its_beginning(tmp_path: Path, opened: Opened) -> None:

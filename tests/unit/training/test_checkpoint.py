@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from structlog.testing import capture_logs
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
@@ -270,7 +271,9 @@ async def test_checkpoints_have_names_by_batches_and_by_train_steps(tmp_path: Pa
 # -- the final model
 
 
-async def test_the_final_model_is_put_in_place_whole(tmp_path: Path) -> None:
+async def test_the_final_model_is_put_in_place_whole(
+    tmp_path: Path, on_sync: Callable[[Callable[[int], object]], None]
+) -> None:
     async def write(text: str, folder: Path) -> None:
         folder.mkdir()
         (folder / "model").write_text(text)
@@ -279,13 +282,26 @@ async def test_the_final_model_is_put_in_place_whole(tmp_path: Path) -> None:
         await write("half", folder)
         raise OSError(28, "No space left on device")
 
+    async def hides(error: Exception, folder: Path) -> None:
+        await write("half", folder)
+        raise error
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
     final = tmp_path / "final"
     await publish_final(lambda folder: write("old", folder), final)
     await publish_final(lambda folder: write("new", folder), final)
     assert (final / "model").read_text() == "new"
     with pytest.raises(CheckpointError, match=r"cannot write the final model to .*final: .*No space left"):
         await publish_final(fails, final)
+    with pytest.raises(KeyError):
+        await publish_final(lambda folder: hides(KeyError("absent"), folder), final)
+    on_sync(full)
+    with pytest.raises(CheckpointError, match=r"cannot write the final model to .*final: .*No space left"):
+        await publish_final(lambda folder: hides(SafetensorError("I/O error"), folder), final)
     assert (final / "model").read_text() == "new"
+    assert list(tmp_path.iterdir()) == [final]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -489,6 +490,8 @@ async def test_a_step_tells_how_long_its_parts_took_and_how_far_it_moved_the_wei
     settings = plain.model_copy(update={"trainer": plain.trainer.model_copy(update={"peak_tflops": 0.5})})
     learner = await opened(settings)
     before = torch.cat([one.clone().flatten() for _, one in await learner.weights()])
+    packed = learner.policy.parameters[0]
+    packed.quant_state = SimpleNamespace(shape=torch.Size([2, packed.numel()]))  # 4-bit weights, two in a byte
     metrics = await learner.step(batch(1), 1)
     after = torch.cat([one.flatten() for _, one in await learner.weights()])
     assert metrics["actor/update_norm"] == pytest.approx((after - before).norm().item(), rel=1e-4)
@@ -497,7 +500,7 @@ async def test_a_step_tells_how_long_its_parts_took_and_how_far_it_moved_the_wei
     parts = [metrics[f"time/{part}"] for part in ("score", "forward", "backward", "optimizer")]
     assert all(seconds > 0 for seconds in parts)
     assert sum(parts) < metrics["time/train_step"]
-    model = sum(one.numel() for one in learner.policy.parameters)
+    model = sum(one.numel() for one in learner.policy.parameters) + packed.numel()
     flops = 6 * model * metrics["perf/tokens_per_second"]
     assert metrics["perf/tflops"] == pytest.approx(flops / 1e12)
     assert metrics["perf/mfu"] == pytest.approx(metrics["perf/tflops"] / 0.5)

@@ -135,6 +135,16 @@ async def test_only_the_critic_learns_in_the_warm_up(opened: Opener) -> None:
     assert not same(before, await weights_of(learner))
 
 
+def test_a_resumed_critic_has_the_settings_of_the_configuration(folder: Path) -> None:
+    saved = Critic(ppo(), folder).parts()
+    algorithm = ppo(lr=2e-3).algorithm
+    optimizer = algorithm.optimizer.model_copy(update={"betas": (0.5, 0.6)})
+    settings = ppo().model_copy(update={"algorithm": algorithm.model_copy(update={"optimizer": optimizer})})
+    critic = Critic(settings, folder)
+    critic.restore(saved)
+    assert [(group["lr"], group["betas"]) for group in critic.optimizer.param_groups] == [(2e-3, (0.5, 0.6))]
+
+
 async def test_values_explain_rewards_that_follow_from_the_prompt(opened: Opener) -> None:
     """The reward of an answer is that of its prompt's first digit: the critic alone has to find it."""
     learner = await opened(ppo(warmup_steps=1000, lr=3e-3))

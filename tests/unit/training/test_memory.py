@@ -21,6 +21,8 @@ from tests.unit.training.test_learner import Opener, batch
 from tests.unit.training.test_learner import config as learner_config
 from trinity_mq.config import AlgorithmConfig, Config, ModelConfig, OptimizerConfig, TrainerConfig
 from trinity_mq.config.agents import RolloutModelConfig
+from trinity_mq.config.engines import AuxiliaryModelConfig
+from trinity_mq.config.vllm import VllmConfig
 from trinity_mq.experience import EID, Experience, ExperienceBatch
 from trinity_mq.runtime.errors import DeviceMemoryError, RestartRequested
 from trinity_mq.runtime.gpu_memory import SHARED_VARIABLE, release_cached_memory
@@ -30,6 +32,7 @@ from trinity_mq.training.memory.estimate import (
     ModelMemory,
     estimate,
     fixed_parts,
+    host_parts,
     measure_requests,
 )
 from trinity_mq.training.memory.measure import (
@@ -56,6 +59,7 @@ LLAMA = LlamaConfig(
     vocab_size=32000, hidden_size=128, intermediate_size=512, num_hidden_layers=5, tie_word_embeddings=False, **SHARED
 )
 TOLERANCE = 0.15
+COPY = "checkpoint copy"
 
 
 def saved(shape: PreTrainedConfig, folder: Path) -> Path:
@@ -204,6 +208,22 @@ def test_sharing_divides_what_a_rank_holds(on_gpu: tuple[Config, dict[str, Measu
     four = fixed_parts(sizes, changed(config, trainer={"nproc": 4}), "cuda")
     assert [alone[name] / four[name] for name in ("weights", "gradients", "optimizer")] == [4, 4, 4]
     assert four["gathered"] > 2 * (sizes.root + sizes.block)
+    copies = [
+        host_parts(sizes, changed(config, trainer={"nproc": ranks, "async_save": waits_not}), "cuda").get(COPY)
+        for ranks, waits_not in ((1, True), (4, True), (4, False), (1, False))
+    ]
+    assert copies == [12 * sizes.trained, 3 * sizes.trained, 3 * sizes.trained, None]
+
+
+def test_an_auxiliary_engine_has_the_cache_of_its_own_section(on_gpu: tuple[Config, dict[str, Measured]]) -> None:
+    config, measured = on_gpu
+    judge = AuxiliaryModelConfig(
+        name="judge", engine="vllm", model=config.model, vllm=VllmConfig(kv_cache_memory_bytes=2**30)
+    )
+    served = changed(config, explorer={"auxiliary_models": (judge,)})
+    parts = estimate(served, "cuda", measured | {"judge": measured["model"]}).auxiliary["judge"]
+    assert parts is not None
+    assert parts["cache"] == 2**30
 
 
 def changed(config: Config, *, optimizer: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:

@@ -149,7 +149,8 @@ def class_advantages(
 
     Raises:
         ValueError: An experience has no action mask (dpo).
-        PluginError: The class raised an error, or did not return advantages for each experience that stays.
+        PluginError: The class raised an error, or did not return advantages for each experience that stays, and
+            metrics by name.
     """
     mask_lengths(batch)
     groups, missing = run_values(batch, batch.values("reward"))
@@ -161,9 +162,18 @@ def class_advantages(
     in_trainer = getattr(kind, "compute_in_trainer", lambda: False)()
     with custom_code(PluginError, f"advantage_fn {args.kind} raised"):
         result, metrics = made(_proto(experiences) if in_trainer else experiences)
-    staying = _rows_of(result, experiences) if in_trainer else result
+    with custom_code(
+        PluginError,
+        f"advantage_fn {args.kind} sets advantages or returns that cannot be used, wanted Tensors "
+        f"[{len(experiences)}, longest response]:",
+    ):
+        staying = _rows_of(result, experiences) if in_trainer else result
     numbers = {"rollout/missing_rewards": float(missing) if rewarded else 0.0}
-    for name, number in finite_metrics(dict(metrics or {})).items():
+    with custom_code(
+        PluginError, f"advantage_fn {args.kind} returns the metrics {metrics!r:.120}, wanted numbers by name:"
+    ):
+        own_metrics = finite_metrics(dict(metrics or {}))
+    for name, number in own_metrics.items():
         numbers[name if "/" in name else f"group_advantages/{name}"] = number
     return _checked(staying, args), numbers
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trinity_mq.config.algorithm.needs import needs_reference
+from trinity_mq.config.algorithm.needs import components, needs_reference
 from trinity_mq.config.algorithm.pieces import CovarianceKL, ImportanceWeight
 from trinity_mq.config.algorithm.section import AlgorithmConfig
 
@@ -26,22 +26,24 @@ def algorithm_problems(config: AlgorithmConfig, staleness: int, max_response_tok
         staleness: Maximum age of the data, in train steps.
         max_response_tokens: Maximum length of an answer, in tokens.
     """
-    loss, weights, entropy_coef = config, config.weights, config.entropy_coef
-    if not any((weights.rl, weights.ce, weights.ref_kl, weights.pair)) and loss.ce_schedule is None:
+    loss, weights, entropy_coef, weighted = config, config.weights, config.entropy_coef, components(config)
+    if not weighted:
         yield "algorithm.weights are all 0: nothing would be trained; give a component a weight"
         return
-    if entropy_coef and not weights.rl:
+    if entropy_coef and "rl" not in weighted:
         yield (
             f"algorithm.entropy_coef is {entropy_coef:g}, but weights.rl is 0: the bonus belongs to sampled answers "
             "and would have no effect; remove it"
         )
     yield from _reference_problems(config)
-    if not weights.rl:
+    if "rl" not in weighted:
         return
     if config.estimator.kind == "none":
+        reason = f"weights.rl is {weights.rl:g}" if loss.ce_schedule is None else "ce_schedule gives rl a weight"
+        remedy = "weights: {rl: 0}" if loss.ce_schedule is None else "weights: {rl: 0, ce: 1} and no ce_schedule"
         yield (
-            f"algorithm.estimator is none, but weights.rl is {weights.rl:g}: sampled answers would have no advantage; "
-            "choose an estimator, or weights: {rl: 0}"
+            f"algorithm.estimator is none, but {reason}: sampled answers would have no advantage; choose an estimator, "
+            f"or {remedy}"
         )
     imitates = weights.ce or weights.pair or loss.ce_schedule is not None
     if config.advantage_agent == "trainer" and imitates:
@@ -98,7 +100,7 @@ def _reference_problems(config: AlgorithmConfig) -> Iterator[str]:
         )
     if config.reward_kl is None:
         return
-    if not config.weights.rl and config.ce_schedule is None:
+    if "rl" not in components(config):
         yield "algorithm.reward_kl is set, but weights.rl is 0: no reward has a part in the loss; remove it"
     elif config.estimator.kind not in BY_TOKEN:
         yield (

@@ -152,7 +152,8 @@ def _json(body: bytes) -> Any:
 def _events(body: bytes) -> list[Any]:
     """Return the JSON content of each server-sent event. Events that are not JSON, such as the last, are skipped."""
     events = []
-    for line in body.decode(errors="replace").splitlines():
+    # only line feeds end a line: JSON may contain the other line breaks of splitlines()
+    for line in body.decode(errors="replace").split("\n"):
         if line.startswith("data:") and (event := _json(line.removeprefix("data:").encode())) is not None:
             events.append(event)
     return events

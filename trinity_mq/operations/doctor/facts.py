@@ -273,7 +273,7 @@ async def ask_rabbitmqctl(ctl: Ctl, facts: DoctorFacts) -> None:
     as_bytes = {name: f"<<{','.join(str(byte) for byte in facts[name].encode())}>>" for name in ("vhost", "user")}
     try:
         printed = await ctl("eval", " ".join((SCRIPT % as_bytes).split()))
-        report = json.loads(next(line for line in printed.splitlines() if line.startswith("{")))
+        report = json.loads(next(line for line in printed.split("\n") if line.startswith("{")))
         answers = {question: report[question] for question in questions if report[question] is not None}
     except (NodeError, StopIteration, ValueError, KeyError, TypeError) as error:
         why = " ".join(str(error).split()) or type(error).__name__

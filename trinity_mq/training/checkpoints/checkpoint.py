@@ -460,10 +460,10 @@ def milestones(every: int | None, progress: Iterable[int]) -> list[int]:
 
 async def publish_final(write: Callable[[Path], Awaitable[None]], final: Path) -> None:
     """Write a folder with ``write``, and publish it under the path ``final``: complete and synced to disk, or not at
-    all. If ``write`` creates no folder, nothing is published.
+    all. If ``write`` creates no folder, nothing is published. After an error no unfinished folder stays.
 
     Raises:
-        CheckpointError: The folder cannot be written.
+        CheckpointError: The folder cannot be written, for example because the disk is full.
     """
     fresh = final.with_name(f".{final.name}.part")
     try:
@@ -471,10 +471,14 @@ async def publish_final(write: Callable[[Path], Awaitable[None]], final: Path) -
         await write(fresh)
         if await asyncio.to_thread(fresh.exists):
             await asyncio.to_thread(_publish, fresh, final)
-    except OSError as error:
+    except Exception as error:
+        cause = await asyncio.to_thread(_cause, error, fresh)
+        await asyncio.to_thread(shutil.rmtree, fresh, ignore_errors=True)
+        if not isinstance(cause, OSError):
+            raise
         raise CheckpointError(
-            f"cannot write the final model to {final}: {error}; check space and permissions, then start again"
-        ) from error
+            f"cannot write the final model to {final}: {cause}; check space and permissions, then start again"
+        ) from cause
 
 
 def _publish(fresh: Path, final: Path) -> None:
@@ -591,8 +595,8 @@ def _checksum(path: Path) -> str:
 
 
 def _cause(error: Exception, folder: Path) -> Exception:
-    """Return the disk error if the disk of ``folder`` accepts no more data, because torch hides this cause; else
-    ``error``.
+    """Return the disk error if the disk of ``folder`` accepts no more data, because torch and safetensors hide this
+    cause; else ``error``.
     """
     if isinstance(error, OSError) or not folder.exists():
         return error

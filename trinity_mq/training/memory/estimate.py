@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
+from trinity_mq.config.agents import RolloutModelConfig
 from trinity_mq.config.algorithm.needs import needs_reference
-from trinity_mq.config.engines import engine_row
+from trinity_mq.config.engines import AuxiliaryModelConfig, engine_row
 from trinity_mq.config.model import ModelConfig
 from trinity_mq.config.run import Config
 
@@ -200,22 +201,19 @@ def estimate(
     unknown = {name: result for name, result in measured.items() if isinstance(result, str)}
     auxiliary: dict[str, Parts | None] = {}
     for served in _auxiliary_here(config):
-        sizes, workers = measured.get(served.name, "not measured"), served.tensor_parallel_size
-        parts = None
+        sizes, parts = measured.get(served.name, "not measured"), None
         if not isinstance(sizes, str):
-            parts = engine_parts(sizes, served.model, config, device, served.engine, workers)
+            parts = engine_parts(sizes, served.model, config, device, served)
         auxiliary[served.name] = parts
     policy, critic = measured["model"], measured.get("critic")
     if isinstance(policy, str) or isinstance(critic, str):
         return MemoryEstimate(device, tokens, auxiliary=auxiliary, unknown=unknown)
-    settings = config.explorer.rollout_model
-    workers = settings.tensor_parallel_size
     return MemoryEstimate(
         device,
         tokens,
         trainer={**fixed_parts(policy, config, device, critic), **pass_parts(policy, config, device, tokens, critic)},
         trainer_host=host_parts(policy, config, device, critic),
-        engine=engine_parts(policy, config.model, config, device, settings.engine, workers),
+        engine=engine_parts(policy, config.model, config, device, config.explorer.rollout_model),
         engine_fraction=engine_fraction(config, device),
         auxiliary=auxiliary,
         unknown=unknown,
@@ -337,10 +335,9 @@ def host_parts(sizes: ModelMemory, config: Config, device: Device, critic: Model
     """Return the bytes in the host memory of rank 0, by part."""
     ranks, on_device = config.trainer.nproc, device == "cuda"
     parts: dict[str, int] = {f"process {ASSUMED_SUFFIX}": ASSUMED["process"]}
-    if config.trainer.async_save:
-        parts["checkpoint copy"] = 4 * sizes.trained + state_bytes(sizes, config)
-        if critic is not None:
-            parts["checkpoint copy"] += 12 * critic.parameters
+    if config.trainer.async_save or ranks > 1:  # several ranks write their shares from copies in any case
+        copied = 4 * sizes.trained + state_bytes(sizes, config) + (0 if critic is None else 12 * critic.parameters)
+        parts["checkpoint copy"] = copied // ranks
     if on_device and config.algorithm.optimizer.offload:
         parts["optimizer"] = state_bytes(sizes, config) // ranks
     if on_device and _holds_reference(config) and config.algorithm.reference.offload:
@@ -354,21 +351,25 @@ def host_parts(sizes: ModelMemory, config: Config, device: Device, critic: Model
 
 
 def engine_parts(
-    sizes: ModelMemory, model: ModelConfig, config: Config, device: Device, engine: str, workers: int = 1
+    sizes: ModelMemory,
+    model: ModelConfig,
+    config: Config,
+    device: Device,
+    served: RolloutModelConfig | AuxiliaryModelConfig,
 ) -> dict[str, int | None]:
-    """Return the bytes of each worker of an engine, by part.
+    """Return the bytes of each worker of an engine with the settings ``served``, by part.
 
     The cache of the engine ``transformers`` is an upper bound: all sequences that it may generate at once, of maximum
     length.
     """
-    width, settings = item_size(model), config.explorer.rollout_model
-    parts: dict[str, int | None] = {"weights": width * sizes.parameters // workers}
-    if engine == "vllm":
-        cache = settings.vllm.kv_cache_memory_bytes
+    width = item_size(model)
+    parts: dict[str, int | None] = {"weights": width * sizes.parameters // served.tensor_parallel_size}
+    if served.engine == "vllm":
+        cache = served.vllm.kv_cache_memory_bytes
         parts["cache"] = cache if cache is not None or device == "cuda" else 256 * 2**20
-    elif engine == "transformers":
+    elif served.engine == "transformers":
         runs = config.buffer.batch_size * config.algorithm.repeat_times
-        sequences = min(settings.max_batch_sequences, runs)
+        sequences = min(config.explorer.rollout_model.max_batch_sequences, runs)
         parts["cache"] = width * sizes.cache * sequences * (model.max_prompt_tokens + model.max_response_tokens)
         parts["logits"] = 3 * 4 * sequences * sizes.vocabulary
     else:

@@ -339,3 +339,9 @@ def loading(config: ModelConfig, device: torch.device) -> dict[str, Any]:
 def _is_quantized(parameter: nn.Parameter) -> bool:
     """Return whether bitsandbytes holds the parameter in fewer bits."""
     return type(parameter).__name__ in {"Params4bit", "Int8Params"}
+
+
+def weight_count(parameter: nn.Parameter) -> int:
+    """Return the number of weights in a parameter. Packed 4-bit weights count singly."""
+    state = getattr(parameter, "quant_state", None)  # of bitsandbytes: a packed byte holds two weights
+    return parameter.numel() if state is None else int(state.shape.numel())
