@@ -16,7 +16,6 @@ from trinity_mq.observability.sources import BrokerSource
 from trinity_mq.operations import dead_letters as dead
 from trinity_mq.operations.doctor.facts import API_PATHS, DoctorFacts, ask_management, management_url
 from trinity_mq.runtime.deliveries import envelope
-from trinity_mq.runtime.errors import first_leaf
 from trinity_mq.targets.connection import Target, open_bus
 
 Verb = Literal["restart", "drain", "pause", "resume"]
@@ -63,11 +62,8 @@ class BrokerActions:
         if target is None:
             yield self._connection()
             return
-        try:
-            async with open_bus(target, "dash") as connection:
-                yield connection
-        except ExceptionGroup as errors:
-            raise first_leaf(errors) from None
+        async with open_bus(target, "dash") as connection:
+            yield connection
 
     async def _stopped_broker(self) -> Target | None:
         return await asyncio.to_thread(self._stopped) if self._source.bus is None else None
