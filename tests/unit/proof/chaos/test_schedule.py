@@ -209,6 +209,7 @@ def test_the_report_has_each_fault_each_verdict_what_it_cost_and_what_clients_we
         ["x.yaml", "--compose", "mine", "--kinds", "kill"],
         ["x.yaml", "--schedule", "s.json", "--every", "1"],
         ["x.yaml", "mode=serve", "--inside", "0.25", "--clients", "4"],
+        ["x.yaml", "--broker", "amqp://h/"],
     ],
 )
 def test_the_command_that_repeats_it_means_the_same(words: list[str]) -> None:
