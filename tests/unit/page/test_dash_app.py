@@ -106,7 +106,9 @@ async def test_samples_and_curves() -> None:
         sample = await (await client.get("/api/sample", params={"uid": uid})).json()
         assert (sample["uid"], len(sample["tokens"])) == (uid, len(sample["token_texts"]))
         assert sample["info"]["truth"] == "7"
-        assert "expected(one.info?.truth)" in (STATIC / "dash.js").read_text(), "shown as the expected answer"
+        script = (STATIC / "dash.js").read_text()
+        assert "expected(one.info?.truth)" in script, "shown as the expected answer"
+        assert "reward: reward.valueAsNumber" in script, "which is null in JSON if the field is empty, so it is refused"
         curves = await (await client.get("/api/curves")).json()
         assert curves["pictures"][0]["curves"] == {"rollout/reward/mean": [[1, 0.5]]}
         assert curves["others"]["before"][0]["curves"] == {"rollout/reward/mean": [[1, 0.9]]}

@@ -706,7 +706,8 @@ const review = {
     const parts = Object.entries({ reward: one.reward, ...one.parts }).map(([name, value]) => `${name} ${number(value)}`).join(" · ");
     const reward = h("input", { type: "number", step: "any", "aria-label": "new reward", placeholder: "reward" });
     const note = h("input", { "aria-label": "note", placeholder: "note", style: { width: "12rem" } });
-    const give = (verdict) => h("button", { onclick: () => this.give(one.request, { verdict, note: note.value, ...(verdict === "reward" ? { reward: Number(reward.value) } : {}) }) }, verdict);
+    // an empty field is NaN, which JSON writes as null, and the server refuses
+    const give = (verdict) => h("button", { onclick: () => this.give(one.request, { verdict, note: note.value, ...(verdict === "reward" ? { reward: reward.valueAsNumber } : {}) }) }, verdict);
     const left = one.deadline - state.now;
     const until = `${one.default}${one.default_reward === null ? "" : ` ${one.default_reward}`} counts in ${duration(left)}`;
     return h("section", { class: "card", style: { "margin-top": "1rem" } }, h("h3", {}, `${one.uid}: ${one.reasons.join("; ")}`), h("p", { class: "dim" }, `${parts} · ${until}`), ...calls, expected(one.expected), state.operate ? h("div", { class: "verdict" }, give("keep"), give("drop"), reward, give("reward"), note) : h("p", { class: "dim" }, "Verdicts are given with --operate, or by `trinity-mq review`."));
