@@ -88,6 +88,7 @@ function connect() {
     section?.update?.();
   });
   events.onerror = () => {
+    samples.outdated = true; // the next server may be another process, which numbers the samples anew
     $("connection").className = "bad";
     $("connection").textContent = "the page's server does not answer; it is tried again";
   };
@@ -285,6 +286,7 @@ const samples = {
   rows: [],
   last: 0,
   seen: -1,
+  outdated: false,
   sort: ["number", -1],
   filter: { text: "", reward: "", workflow: "", kind: "" },
   colour: "logprob",
@@ -310,12 +312,14 @@ const samples = {
     this.choose();
   },
   update() {
-    if (state.samples !== this.seen && !this.loading) this.load();
+    if ((state.samples !== this.seen || this.outdated) && !this.loading) this.load();
   },
   async load(anew = false) {
     this.loading = true;
     try {
-      const found = await ask(`api/samples?after=${anew && !this.rows.length ? 0 : this.last}`);
+      const all = this.outdated || (anew && !this.rows.length);
+      const found = await ask(`api/samples?after=${all ? 0 : this.last}`);
+      if (all) [this.rows, this.outdated] = [[], false];
       this.columns = Object.fromEntries(found.columns.map((name, place) => [name, place]));
       this.last = found.last;
       this.seen = found.seen;
