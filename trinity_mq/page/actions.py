@@ -119,11 +119,15 @@ class BrokerActions:
         """Give a verdict on a rollout. Return whether it was taken, and the reason if it was not.
 
         Raises:
-            ActionError: No operator of the run asks for verdicts.
+            ActionError: No operator of the run asks for verdicts, or the broker is not reachable.
             ValueError: The verdict is not valid.
         """
         if self._source.reviews is None:
-            raise ActionError("no operator of this run asks for verdicts (operator human_review)")
+            self._connection()
+            raise ActionError(
+                "the stream of reviews is not read: no operator of this run asks for verdicts (operator human_review), "
+                "or the broker does not answer now; try again once the page says that it is live"
+            )
         verdict = ReviewVerdict.model_validate({**body, "request": request})
         applied = await self._source.reviews.send(
             request, verdict.verdict, verdict.reward, by=verdict.by or "dash", note=verdict.note
