@@ -140,8 +140,12 @@ def imports_torch(config: Config) -> bool:
 
 def tasksets(config: Config) -> tuple[TasksetConfig, ...]:
     """Return the tasksets that the run reads in its mode."""
-    evaluated = config.buffer.eval_tasksets
-    return {"train": (), "bench": evaluated}.get(config.mode, (*config.buffer.training_tasksets, *evaluated))
+    return (*_training_tasksets(config), *(() if config.mode == "train" else config.buffer.eval_tasksets))
+
+
+def _training_tasksets(config: Config) -> tuple[TasksetConfig, ...]:
+    """Return the tasksets whose tasks the run trains on in its mode."""
+    return () if config.mode in {"train", "bench"} else config.buffer.training_tasksets
 
 
 def _is_plain(taskset: TasksetConfig) -> bool:
@@ -239,7 +243,7 @@ def check_greedy_runs(config: Config) -> list[str]:
     Raises:
         ConfigError: The greedy rollout is missing, or would not be used.
     """
-    return _collect(functools.partial(_check_greedy, config, taskset) for taskset in config.buffer.training_tasksets)
+    return _collect(functools.partial(_check_greedy, config, taskset) for taskset in _training_tasksets(config))
 
 
 def _check_greedy(config: Config, taskset: TasksetConfig) -> list[str]:

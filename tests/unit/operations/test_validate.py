@@ -9,7 +9,8 @@ import pytest
 
 from tests.golden.families.makers import tokenizer_of
 from trinity_mq.cli.main import main
-from trinity_mq.operations.validate import GREEDY_WORKFLOWS
+from trinity_mq.config import ConfigError, load_config
+from trinity_mq.operations.validate import GREEDY_WORKFLOWS, check_greedy_runs
 from trinity_mq.testing.scripted import byte_codec
 
 
@@ -468,6 +469,14 @@ def test_a_blob_store_is_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_a_greedy_run_is_made_and_used(own: Path, name: str) -> None:
     taskset = f"storage_type: queue, workflow: {name}, workflow_args: {{greedy_baseline: true}}"
     assert main(["validate", with_own(own, taskset, algorithm="{algorithm_type: remax}")]) == 0
+
+
+@pytest.mark.parametrize("mode", ["train", "bench"])
+def test_a_mode_that_reads_no_training_taskset_needs_no_greedy_runs_of_it(own: Path, mode: str) -> None:
+    config = load_config(with_own(own, algorithm="{algorithm_type: remax}"))
+    with pytest.raises(ConfigError, match="greedy_baseline: true"):
+        check_greedy_runs(config)
+    assert check_greedy_runs(config.model_copy(update={"mode": mode})) == []
 
 
 @pytest.mark.parametrize("names", ["[v_prj]", "[q_proj, v_prj]"])
