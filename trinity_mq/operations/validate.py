@@ -134,8 +134,13 @@ def imports_torch(config: Config) -> bool:
         or needs_cuda(config)
         or _needs_optional_optimizer(config)
         or bool(config.model.lora)
+        or config.model.router_replay
+        or bool(config.outsiders.workflows)
+        or not all(map(_is_plain, tasksets(config)))
     )
-    return needed or bool(config.outsiders.workflows) or not all(map(_is_plain, tasksets(config)))
+    with contextlib.suppress(ModelError):  # check_models reports this error
+        return needed or _lacks_template(config.model)
+    return needed
 
 
 def tasksets(config: Config) -> tuple[TasksetConfig, ...]:
@@ -394,11 +399,24 @@ def check_models(config: Config) -> list[str]:
         folder = local_model_folder(model.model_path)
         if folder is None:
             lines.append(f"model {model.model_path}: a hub id, fetched when the run starts")
-        elif model is config.model and configured_template(model) is None and not has_chat_template(folder):
-            lines += _check_without_template(config, f"model {model.model_path}")
-    if config.model.tiny is not None and not (configured_template(config.model) or config.model.tiny.chat_template):
-        lines += _check_without_template(config, "model.tiny")
+    if _lacks_template(config.model):
+        name = f"model {config.model.model_path}" if config.model.tiny is None else "model.tiny"
+        lines += _check_without_template(config, name)
     return lines
+
+
+def _lacks_template(model: ModelConfig) -> bool:
+    """Return whether a model is on this machine and has no chat template.
+
+    Raises:
+        ModelError: The folder of the model, or the file of its chat template, cannot be used.
+    """
+    if configured_template(model) is not None:
+        return False
+    if model.tiny is not None:
+        return not model.tiny.chat_template
+    folder = local_model_folder(str(model.model_path))
+    return folder is not None and not has_chat_template(folder)
 
 
 def check_switches(config: Config) -> list[str]:

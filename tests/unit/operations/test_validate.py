@@ -10,7 +10,7 @@ import pytest
 from tests.golden.families.makers import tokenizer_of
 from trinity_mq.cli.main import main
 from trinity_mq.config import ConfigError, load_config
-from trinity_mq.operations.validate import GREEDY_WORKFLOWS, check_greedy_runs
+from trinity_mq.operations.validate import GREEDY_WORKFLOWS, check_greedy_runs, imports_torch
 from trinity_mq.testing.scripted import byte_codec
 
 
@@ -477,6 +477,12 @@ def test_a_mode_that_reads_no_training_taskset_needs_no_greedy_runs_of_it(own: P
     with pytest.raises(ConfigError, match="greedy_baseline: true"):
         check_greedy_runs(config)
     assert check_greedy_runs(config.model_copy(update={"mode": mode})) == []
+
+
+@pytest.mark.parametrize("model", ["{tiny: {chat_template: ''}}", "{tiny: {}, router_replay: true}"])
+def test_the_checks_of_a_model_that_import_torch_are_told(own: Path, model: str) -> None:
+    assert not imports_torch(load_config(with_own(own)))
+    assert imports_torch(load_config(with_own(own, model=model)))
 
 
 @pytest.mark.parametrize("names", ["[v_prj]", "[q_proj, v_prj]"])
