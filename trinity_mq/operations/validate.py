@@ -136,7 +136,7 @@ def imports_torch(config: Config) -> bool:
         or bool(config.model.lora)
         or config.model.router_replay
         or bool(config.outsiders.workflows)
-        or not all(map(_is_plain, tasksets(config)))
+        or not all(map(is_plain, tasksets(config)))
     )
     with contextlib.suppress(ModelError):  # check_models reports this error
         return needed or _lacks_template(config.model)
@@ -153,7 +153,8 @@ def _training_tasksets(config: Config) -> tuple[TasksetConfig, ...]:
     return () if config.mode in {"train", "bench"} else config.buffer.training_tasksets
 
 
-def _is_plain(taskset: TasksetConfig) -> bool:
+def is_plain(taskset: TasksetConfig) -> bool:
+    """Return whether a taskset uses only :data:`PLAIN_WORKFLOWS`, without arguments."""
     names = {name.removeprefix("async_") for name in taskset.workflows}
     return names <= PLAIN_WORKFLOWS and not taskset.workflow_args
 
@@ -282,7 +283,7 @@ def check_workflows(config: Config) -> list[str]:
     return _collect(
         functools.partial(_check_workflow, config, taskset, name)
         for taskset in tasksets(config)
-        if not _is_plain(taskset)
+        if not is_plain(taskset)
         for name in taskset.workflows
     )
 

@@ -447,6 +447,16 @@ def test_records_with_prompts_that_are_too_long_are_counted(tmp_path: Path, caps
     assert "tokens" not in capsys.readouterr().out
 
 
+def test_a_long_system_prompt_makes_the_prompts_of_short_records_too_long(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "t.jsonl").write_text('{"question": "1", "answer": "1"}\n')
+    taskset = f"{{name: mine, path: {tmp_path}/t.jsonl, format: {{system_prompt: {'x' * 64}}}}}"
+    text = f"model: {{tiny: {{}}, max_prompt_tokens: 64}}\nbuffer: {{taskset: {taskset}}}"
+    assert main(["validate", write(tmp_path, text)]) == 0
+    assert "the prompts of 1 of 1 records have more than 64 tokens" in capsys.readouterr().out
+
+
 def test_a_folder_that_is_not_there_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["validate", write(tmp_path, "model: {model_path: models/mine}")]) == 0, "may be a hub id"
