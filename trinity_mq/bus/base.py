@@ -374,7 +374,7 @@ class Bus(ABC):
 
     @abstractmethod
     async def consume(self, queue: Queue, *, prefetch: int = 0, offset: int | None = None) -> Consumer:
-        """Start consuming. ``prefetch`` 0 means unlimited, or a default window on streams.
+        """Start consuming. ``prefetch`` 0 means unlimited, or a default window on streams. The largest limit is 65535.
 
         ``offset`` applies to streams only: it is the first wanted offset, 0 for the beginning, None for messages
             published from now on. The queue is declared first if ``queue.redeclare`` is set. Otherwise QueueGone is

@@ -13,6 +13,8 @@ from trinity_mq.bus.topology import Queue
 STREAM_WINDOW = 32
 """Maximum unacknowledged deliveries of a stream. This is enough for continuous delivery, and limits memory to 32 bodies
 of ``max_message_bytes``."""
+MOST_PREFETCH = 65535
+"""Maximum prefetch. AMQP sends it as an unsigned 16-bit number."""
 
 Item = TypeVar("Item")
 
@@ -22,7 +24,8 @@ class BufferedConsumer(Consumer, Generic[Item]):
 
     Args:
         queue: Queue to consume from.
-        prefetch: Maximum number of unanswered deliveries. 0: no limit, or the default window of a stream.
+        prefetch: Maximum number of unanswered deliveries, at most :data:`MOST_PREFETCH`, which replaces a larger
+            number. 0: no limit, or the default window of a stream.
         offset: First offset of a stream. None: messages published from now on.
     """
 
@@ -33,7 +36,7 @@ class BufferedConsumer(Consumer, Generic[Item]):
         self.error: BusError | None = None
         """Error that ended the consumer. None while it runs or after :meth:`close`."""
         self._stream = queue.kind == "stream"
-        self._prefetch = prefetch or (STREAM_WINDOW if self._stream else 0)
+        self._prefetch = min(prefetch, MOST_PREFETCH) or (STREAM_WINDOW if self._stream else 0)
         self._next = offset
         """Offset of the next delivery of a stream. None until it is known."""
         self._arrived: deque[Item] = deque()

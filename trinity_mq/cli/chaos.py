@@ -19,6 +19,7 @@ from trinity_mq.proof.chaos.schedule import KINDS, ROLES, ChaosSchedule
 from trinity_mq.proof.chaos.targets.remote import ComposeTargets, KubernetesTargets
 from trinity_mq.proof.chaos.trial import TrialOutcome
 from trinity_mq.runtime.event_loop import run_until_complete
+from trinity_mq.telemetry import mask_passwords
 from trinity_mq.terminal import write_output
 
 EPILOG = (
@@ -129,7 +130,7 @@ def tell(line: str) -> None:
 
 
 def repeat_command(arguments: argparse.Namespace, overrides: Sequence[str], schedule: ChaosSchedule) -> str:
-    """Return the command that repeats the same faults."""
+    """Return the command that repeats the same faults. The password of ``--broker`` is masked."""
     words = ["trinity-mq", "chaos"]
     if arguments.attach is None:
         words += [arguments.target]
@@ -137,6 +138,8 @@ def repeat_command(arguments: argparse.Namespace, overrides: Sequence[str], sche
     for name in ("attach", "compose", "kubernetes", "schedule"):
         if (value := getattr(arguments, name)) is not None:
             words += [f"--{name}", str(value)]
+    if arguments.broker is not None:
+        words += ["--broker", mask_passwords(arguments.broker)]
     if arguments.schedule is None:
         words += ["--kills", str(arguments.kills), "--seed", str(schedule.seed), "--every", f"{arguments.every:g}"]
         for name, default in (("kinds", KINDS), ("roles", ROLES)):

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     action.add_argument(
         "--task", metavar="N", default="0", help="number of a record, or a task as JSON, @FILE or - (default: 0)"
     )
-    action.add_argument("--taskset", metavar="NAME", help="an evaluation taskset (default: the training taskset)")
+    action.add_argument("--taskset", metavar="NAME", help="a taskset by name (default: the first training taskset)")
     action.add_argument("--engine", metavar="URL", help="use the engine at this URL instead of starting an engine")
     action.add_argument("--weights", metavar="FOLDER", help="such as runs/x/final (default: the run's initial weights)")
     action.add_argument("--json", action="store_true", help="print one JSON object a line")

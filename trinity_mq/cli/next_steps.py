@@ -49,8 +49,11 @@ def next_step(arguments: argparse.Namespace) -> str | None:
     if text is None or ends_with_run or is_silent:
         return None
     target = getattr(arguments, "target", None) or EXAMPLE_TARGET
-    if arguments.command == "inspect" and Path(target).suffix == ".tmqx":  # a file, which no other command takes
-        return None
+    if arguments.command == "inspect":
+        from trinity_mq.cli.inspect import is_body_file
+
+        if is_body_file(Path(target)):  # no other command takes such a file
+            return None
     has_broker = getattr(arguments, "broker", None) is not None
     return "next: " + text.format(
         target=shlex.join([str(target), *getattr(arguments, "overrides", [])]),

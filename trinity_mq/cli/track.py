@@ -47,14 +47,14 @@ def track(arguments: argparse.Namespace) -> int:
         CommandError: A service did not accept all data, no service is configured, or the run left no folder.
     """
     config = load_target_configuration(arguments)
+    if not config.path.is_dir():  # before the trackers are opened, because they create folders below it
+        raise CommandError(f"run {config.name!r} has no folder {config.path} yet, so there is nothing to send")
     kinds = arguments.to or [
         *(tracker.kind for tracker in config.monitor.trackers),
         *([OTLP] if config.monitor.otlp else []),
     ]
     trackers = open_trackers(config, [kind for kind in kinds if kind != OTLP]) if kinds != [OTLP] else []
     collector = open_collector(config, arguments.endpoint) if OTLP in kinds else None
-    if not config.path.is_dir():
-        raise CommandError(f"run {config.name!r} has no folder {config.path} yet, so there is nothing to send")
     sample = 1.0 if config.monitor.otlp is None else config.monitor.otlp.sample
     try:
         forwarder = Forwarder(config.path, trackers)

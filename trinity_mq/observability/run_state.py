@@ -155,7 +155,7 @@ class RunState:
         """Gateway URLs already reported as news, by gateway id."""
         self._reported: set[Hashable] = set()
         """Keys of the news that are reported only once."""
-        self._reported_culprits: set[str | None] = set()
+        self._reported_culprits: set[str] = set()
         """Culprits and remedies already reported since the last progress. It is a set because two runners may alternate
         as the slowest.
         """
@@ -321,7 +321,8 @@ class RunState:
 
     def diagnose_stall(self, now: float) -> None:
         """Diagnose why nothing progresses, after :data:`STILL_SHOWN` seconds without progress, and store the reason in
-        :attr:`finding`. Until something progresses again, each culprit and each remedy is reported as news only once.
+        :attr:`finding`. Until something progresses again, each culprit and each remedy, or the state of a finding that
+        has neither, is reported as news only once.
         Before the first heartbeat agents may still be loading, so only the broker can be the culprit.
         """
         self.finding = None
@@ -332,8 +333,9 @@ class RunState:
         if finding.state in {"moving", "over"}:
             return
         self.finding = finding
-        if not {finding.culprit, finding.lever} & self._reported_culprits:
-            self._reported_culprits |= {finding.culprit, finding.lever}
+        subjects = {subject for subject in (finding.culprit, finding.lever) if subject} or {finding.state}
+        if not subjects & self._reported_culprits:
+            self._reported_culprits |= subjects
             remedy = f"; what to do: {finding.lever}" if finding.lever else ""
             self.add_news(f"no progress for {self.still(now):.0f} s: {finding.sentence}{remedy}", now)
 

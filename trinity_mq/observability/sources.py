@@ -177,6 +177,7 @@ class BrokerSource:
             except QueueGone:
                 self.reviews = None
             except BusUnavailable:
+                self.reviews = None  # nobody reads it now, so a verdict on it would never be confirmed
                 await bus.wait_usable()
             await asyncio.sleep(AGAIN_SECONDS)
 

@@ -301,6 +301,11 @@ def batch_waterfall(folder: Path, selection: str) -> Waterfall:
             f"{folder / TRACE_FOLDER} has no trace: the run was made without monitor.trace=true. Start one with it"
         )
     batches = batches_of(spans)
+    if not batches:
+        raise CommandError(
+            f"--batch is {selection!r}, but the {len(spans)} spans in {folder / TRACE_FOLDER} belong to no batch: try "
+            "again once the run has worked on a batch"
+        )
     chosen = [selection] if selection in batches else []
     if not chosen and (match := re.fullmatch(r"(\d+)-(\d+)", selection)):
         chosen = [batch for batch in batches if batch.isdecimal() and int(match[1]) <= int(batch) <= int(match[2])]

@@ -146,7 +146,9 @@ async def letters(bus: Bus, topology: Topology, most: int) -> tuple[list[Incomin
 
 
 async def _consume(bus: Bus, topology: Topology, count: int) -> AsyncIterator[Delivery]:
-    """Yield ``count`` letters, oldest first. Letters that are not acknowledged are returned to the queue at the end."""
+    """Yield ``count`` letters, oldest first. Letters that are not acknowledged are returned to the queue at the end;
+    after 65535 of them (the largest prefetch) the broker sends no further letter.
+    """
     if not count:
         return
     async with await bus.consume(topology.dead, prefetch=count) as subscription:

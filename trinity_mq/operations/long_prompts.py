@@ -12,6 +12,7 @@ from trinity_mq.data.records import Record, read_records
 from trinity_mq.engines.generation.text import TextCodec, TextError
 from trinity_mq.models.errors import ModelError
 from trinity_mq.models.model_folder import local_model_folder
+from trinity_mq.operations.validate import is_plain
 
 MOST_COUNTED = 5_000
 """Maximum number of prompts per taskset that are tokenized."""
@@ -21,9 +22,9 @@ def count_long_prompts(config: Config, tasksets: Sequence[TasksetConfig]) -> lis
     """Return a line for each taskset with records whose prompts are too long for the model.
 
     The counted prompt is the system prompt of the record, else of the taskset, else of the workflow, plus the record's
-    prompt and the reply prefix of the taskset. Each token has at least one byte, so prompts are tokenized only if the
-    texts of their records have more bytes than half the limit in tokens. Without such prompts the tokenizer is not
-    loaded.
+    prompt and the reply prefix of the taskset. Each token has at least one byte, so prompts are tokenized only if these
+    texts have more bytes than half the limit in tokens. Without such prompts the tokenizer is not loaded. The system
+    prompts of plain workflows are short and are left out of this size, because reading them imports torch.
     """
     described = [taskset for taskset in tasksets if taskset.storage.holds_records]
     return [
@@ -41,8 +42,11 @@ def _counted(config: Config, taskset: TasksetConfig, records: Sequence[Record]) 
         for record in records
         if isinstance(text := record.get(taskset.format.prompt_key), str)
     ]
+    default = taskset.format.system_prompt or ("" if is_plain(taskset) else _system_prompt(taskset))
     candidates = [
-        (system, text) for system, text in texts if len(((system or "") + text).encode("utf-8", "replace")) > limit // 2
+        (system, text)
+        for system, text in texts
+        if len(((system or default) + text).encode("utf-8", "replace")) > limit // 2
     ]
     length = _length(config, taskset) if candidates else None
     if length is None:

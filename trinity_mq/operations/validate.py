@@ -136,17 +136,27 @@ def imports_torch(config: Config) -> bool:
         or needs_cuda(config)
         or _needs_optional_optimizer(config)
         or bool(config.model.lora)
+        or config.model.router_replay
+        or bool(config.outsiders.workflows)
+        or not all(map(is_plain, tasksets(config)))
     )
-    return needed or bool(config.outsiders.workflows) or not all(map(_is_plain, tasksets(config)))
+    with contextlib.suppress(ModelError):  # check_models reports this error
+        return needed or _lacks_template(config.model)
+    return needed
 
 
 def tasksets(config: Config) -> tuple[TasksetConfig, ...]:
     """Return the tasksets that the run reads in its mode."""
-    evaluated = config.buffer.eval_tasksets
-    return {"train": (), "bench": evaluated}.get(config.mode, (*config.buffer.training_tasksets, *evaluated))
+    return (*_training_tasksets(config), *(() if config.mode == "train" else config.buffer.eval_tasksets))
 
 
-def _is_plain(taskset: TasksetConfig) -> bool:
+def _training_tasksets(config: Config) -> tuple[TasksetConfig, ...]:
+    """Return the tasksets whose tasks the run trains on in its mode."""
+    return () if config.mode in {"train", "bench"} else config.buffer.training_tasksets
+
+
+def is_plain(taskset: TasksetConfig) -> bool:
+    """Return whether a taskset uses only :data:`PLAIN_WORKFLOWS`, without arguments."""
     names = {name.removeprefix("async_") for name in taskset.workflows}
     return names <= PLAIN_WORKFLOWS and not taskset.workflow_args
 
@@ -241,7 +251,7 @@ def check_greedy_runs(config: Config) -> list[str]:
     Raises:
         ConfigError: The greedy rollout is missing, or would not be used.
     """
-    return _collect(functools.partial(_check_greedy, config, taskset) for taskset in config.buffer.training_tasksets)
+    return _collect(functools.partial(_check_greedy, config, taskset) for taskset in _training_tasksets(config))
 
 
 def _check_greedy(config: Config, taskset: TasksetConfig) -> list[str]:
@@ -275,7 +285,7 @@ def check_workflows(config: Config) -> list[str]:
     return _collect(
         functools.partial(_check_workflow, config, taskset, name)
         for taskset in tasksets(config)
-        if not _is_plain(taskset)
+        if not is_plain(taskset)
         for name in taskset.workflows
     )
 
@@ -392,11 +402,24 @@ def check_models(config: Config) -> list[str]:
         folder = local_model_folder(model.model_path)
         if folder is None:
             lines.append(f"model {model.model_path}: a hub id, fetched when the run starts")
-        elif model is config.model and configured_template(model) is None and not has_chat_template(folder):
-            lines += _check_without_template(config, f"model {model.model_path}")
-    if config.model.tiny is not None and not (configured_template(config.model) or config.model.tiny.chat_template):
-        lines += _check_without_template(config, "model.tiny")
+    if _lacks_template(config.model):
+        name = f"model {config.model.model_path}" if config.model.tiny is None else "model.tiny"
+        lines += _check_without_template(config, name)
     return lines
+
+
+def _lacks_template(model: ModelConfig) -> bool:
+    """Return whether a model is on this machine and has no chat template.
+
+    Raises:
+        ModelError: The folder of the model, or the file of its chat template, cannot be used.
+    """
+    if configured_template(model) is not None:
+        return False
+    if model.tiny is not None:
+        return not model.tiny.chat_template
+    folder = local_model_folder(str(model.model_path))
+    return folder is not None and not has_chat_template(folder)
 
 
 def check_switches(config: Config) -> list[str]:

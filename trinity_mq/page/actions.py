@@ -16,7 +16,6 @@ from trinity_mq.observability.sources import BrokerSource
 from trinity_mq.operations import dead_letters as dead
 from trinity_mq.operations.doctor.facts import API_PATHS, DoctorFacts, ask_management, management_url
 from trinity_mq.runtime.deliveries import envelope
-from trinity_mq.runtime.errors import first_leaf
 from trinity_mq.targets.connection import Target, open_bus
 
 Verb = Literal["restart", "drain", "pause", "resume"]
@@ -63,11 +62,8 @@ class BrokerActions:
         if target is None:
             yield self._connection()
             return
-        try:
-            async with open_bus(target, "dash") as connection:
-                yield connection
-        except ExceptionGroup as errors:
-            raise first_leaf(errors) from None
+        async with open_bus(target, "dash") as connection:
+            yield connection
 
     async def _stopped_broker(self) -> Target | None:
         return await asyncio.to_thread(self._stopped) if self._source.bus is None else None
@@ -123,11 +119,15 @@ class BrokerActions:
         """Give a verdict on a rollout. Return whether it was taken, and the reason if it was not.
 
         Raises:
-            ActionError: No operator of the run asks for verdicts.
+            ActionError: No operator of the run asks for verdicts, or the broker is not reachable.
             ValueError: The verdict is not valid.
         """
         if self._source.reviews is None:
-            raise ActionError("no operator of this run asks for verdicts (operator human_review)")
+            self._connection()
+            raise ActionError(
+                "the stream of reviews is not read: no operator of this run asks for verdicts (operator human_review), "
+                "or the broker does not answer now; try again once the page says that it is live"
+            )
         verdict = ReviewVerdict.model_validate({**body, "request": request})
         applied = await self._source.reviews.send(
             request, verdict.verdict, verdict.reward, by=verdict.by or "dash", note=verdict.note

@@ -18,6 +18,7 @@ from trinity_mq.bus.base import NOT_CONNECTED
 from trinity_mq.config import BrokerConfig, Config
 from trinity_mq.errors import CommandError
 from trinity_mq.runtime.errors import FatalError
+from trinity_mq.runtime.expected_errors import single_error
 from trinity_mq.targets.private_broker import private_broker
 from trinity_mq.targets.run_folder import RunFolder
 from trinity_mq.targets.target import default_broker, find_configuration, run_list_suffix
@@ -102,7 +103,7 @@ def saved_run_id(run_folder: Path) -> str | None:
 @asynccontextmanager
 async def open_bus(target: Target, who: str) -> AsyncIterator[tuple[Bus, Topology]]:
     """Open a bus to the run's broker. The private broker of a run that does not run now is started, and stopped at the
-    end. Errors inside such a block are raised in an ExceptionGroup, as by :func:`private_broker`.
+    end. Of several errors, such as one of the block and one of the private broker, :func:`single_error` is raised.
 
     Raises:
         CommandError: The run's folder is in use, or its name is not valid.
@@ -117,9 +118,12 @@ async def open_bus(target: Target, who: str) -> AsyncIterator[tuple[Bus, Topolog
     folder = RunFolder(target.config)
     with folder.locked():
         _print_note(f"starting the private broker of run {target.run!r}, which is stopped")
-        async with private_broker(folder.broker, target.config.supervisor, _print_note) as url:
-            async with connect_bus(target.run, target.broker.model_copy(update={"url": url}), who) as connection:
-                yield connection
+        try:
+            async with private_broker(folder.broker, target.config.supervisor, _print_note) as url:
+                async with connect_bus(target.run, target.broker.model_copy(update={"url": url}), who) as connection:
+                    yield connection
+        except ExceptionGroup as errors:
+            raise single_error(errors) from None
 
 
 @asynccontextmanager

@@ -16,11 +16,13 @@ from aiormq.exceptions import (
     ChannelPreconditionFailed,
     ConnectionClosed,
 )
+from pamqp.commands import Basic
 from tenacity import RetryCallState
 
 from trinity_mq.bus.base import BusRefused, BusUnavailable, QueueGone
 from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.rabbit.connection import BrokerConnectError, InequivalentError, Locked, _drain, amqp_errors
+from trinity_mq.bus.rabbit.consumer import RabbitConsumer
 from trinity_mq.bus.retry import backoff, retrying
 from trinity_mq.bus.topology import Topology
 from trinity_mq.config.bus import BrokerConfig
@@ -146,6 +148,33 @@ def test_a_cancellation_that_meets_the_end_of_an_attempt_ends_the_routine(ends_w
 
 class FlakyError(Exception):
     """Goes away by itself."""
+
+
+class QosChannel:
+    """Encodes the prefetch as the client does."""
+
+    is_closed = False
+
+    def __init__(self) -> None:
+        self.closing = asyncio.get_running_loop().create_future()
+        self.on_consumer_cancel_callbacks: set[object] = set()
+        self.prefetch = 0
+
+    async def channel(self) -> QosChannel:
+        return self
+
+    async def basic_qos(self, *, prefetch_count: int) -> None:
+        Basic.Qos(prefetch_count=prefetch_count).marshal()
+        self.prefetch = prefetch_count
+
+    async def basic_consume(self, *_: object, **__: object) -> Basic.ConsumeOk:
+        return Basic.ConsumeOk("tag")
+
+
+async def test_a_prefetch_above_what_amqp_can_encode_is_the_largest_one() -> None:
+    channel: Any = QosChannel()
+    await RabbitConsumer(Topology("r").dead, 70_000, None, lambda: None, lambda _: None).attach(channel)
+    assert channel.prefetch == 65_535
 
 
 def test_waits_are_drawn_below_a_bound_that_doubles_up_to_a_limit() -> None:

@@ -16,6 +16,7 @@ from trinity_mq.cli import main as cli
 from trinity_mq.cli.next_steps import NEXT, next_step
 from trinity_mq.config import load_config, load_stages
 from trinity_mq.config.loading.examples import EXAMPLES, example_names
+from trinity_mq.experience.codec.body import MAGIC
 
 
 def run(*words: str) -> int:
@@ -171,6 +172,11 @@ class TestAnAgentOfOnesOwn:
 )
 def test_the_next_step_is_a_command_that_works(words: list[str], line: str | None) -> None:
     assert next_step(cli.argument_parser().parse_args(words)) == (line and f"next: {line}")
+
+
+def test_a_file_of_experiences_without_the_suffix_has_no_next_step(tmp_path: Path) -> None:
+    (tmp_path / "seen").write_bytes(MAGIC)
+    assert next_step(cli.argument_parser().parse_args(["inspect", str(tmp_path / "seen")])) is None
 
 
 def test_every_next_step_begins_with_a_command_and_an_action_that_exist() -> None:

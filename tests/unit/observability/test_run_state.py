@@ -12,6 +12,8 @@ from trinity_mq.bus import Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config import BrokerConfig
 from trinity_mq.messages import ControlEvent, Heartbeat, Metrics
+from trinity_mq.observability import run_state
+from trinity_mq.observability.diagnosis.records import RunFinding
 from trinity_mq.observability.display import LiveDisplay, PlainDisplay, format_status_line, open_display, render_table
 from trinity_mq.observability.follow import MetricsTail, consume_messages
 from trinity_mq.observability.report.figures import evaluations, format_duration
@@ -311,6 +313,17 @@ def test_the_reason_why_nothing_moves_is_shown_and_is_news_once() -> None:
     view.diagnose_stall(NOW + 41.0)
     assert view.finding is None
     assert "nothing has moved" not in drawn(view)
+
+
+def test_a_finding_without_a_culprit_is_news_after_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    view = RunState("r", 10)
+    view.receive(beat("explorer", "explorer-0"), 0.0)
+    found = RunFinding("waiting", "a", lever="x"), RunFinding("silent", "b", lever="y"), RunFinding("silent", "c")
+    findings = iter([*found, RunFinding("silent", "d")])
+    monkeypatch.setattr(run_state, "diagnose", lambda _: next(findings))
+    for _ in range(4):
+        view.diagnose_stall(100.0)
+    assert [line.partition(" s: ")[2][:1] for line in view.take_news()] == ["a", "b", "c"]
 
 
 def test_each_line_of_metrics_comes_once_also_of_a_run_that_was_begun_anew(tmp_path: Path) -> None:

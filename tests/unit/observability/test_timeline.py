@@ -81,6 +81,15 @@ def test_a_timeline_that_cannot_be_written_is_one_line_of_error(
     assert said in line
 
 
+def test_a_trace_without_a_batch_yet_is_an_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "trace").mkdir()
+    who = {"role": "engine", "agent": "engine-0", "clock": "a", "pid": 1, "offset": 1000.0}
+    applied = ["apply weights", None, "1.0", 10**6, 2 * 10**6, 8000, 1, 0, False]
+    (folder / "trace" / "engine-0.jsonl").write_text(f"{json.dumps(who)}\n{json.dumps([applied])}\n")
+    assert main(["timeline", "smoke", "--batch", "1"]) == 2
+    assert "--batch is '1', but the 1 spans in" in capsys.readouterr().err
+
+
 def test_a_batch_as_a_waterfall_as_medians_and_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "trace").mkdir()
     who = {"role": "explorer", "agent": "explorer-0", "clock": "a", "pid": 1, "offset": 1000.0}

@@ -155,6 +155,17 @@ def run_track(folder: Path, *words: str, **how: Any) -> subprocess.CompletedProc
     )
 
 
+def test_a_run_without_a_folder_is_refused_before_a_service_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    folder, file = tmp_path / "run", tmp_path / "new.yaml"
+    file.write_text(yaml.safe_dump({**SETTINGS, "run_dir": str(folder)}))
+    assert main(["track", str(file), "--to", "mlflow"]) == 2
+    assert f"run 'tracked' has no folder {folder} yet" in capsys.readouterr().err
+    assert not folder.exists()
+
+
 def test_a_state_that_is_rubbish_says_what_to_remove(tmp_path: Path) -> None:
     (tmp_path / "trackers").mkdir()
     for rubbish in ("[]", "{", '{"one": 3, "tree": {"open": 3}}'):

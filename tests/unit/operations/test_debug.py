@@ -308,13 +308,20 @@ def test_a_task_is_a_record_or_ones_own_completed_from_its_taskset(config: Confi
     ("task", "taskset", "words"),
     [
         *((number, None, r"has records 0 to 4") for number in ("5", "-1", "+99")),
-        ("0", "other", r"'other' is not an evaluation taskset; this configuration has 'held'"),
+        ("0", "other", r"'other' is in neither buffer.eval_tasksets nor .*; this configuration has 'held'"),
         ("three", None, "not JSON"),
     ],
 )
 def test_a_task_that_is_not_there(config: Config, task: str, taskset: str | None, words: str) -> None:
     with pytest.raises(CommandError, match=words):
         find_task(config, task, taskset)
+
+
+def test_a_training_taskset_by_name_gives_tasks_of_a_training(config: Config) -> None:
+    second = config.buffer.taskset.model_copy(update={"name": "second"})
+    buffer = config.buffer.model_copy(update={"tasksets": (second,)})
+    _, body = find_task(config.model_copy(update={"buffer": buffer}), "2", "second")
+    assert (body.raw_task["question"], body.is_eval) == ("train 2", False)
 
 
 def test_a_queue_has_no_records() -> None:

@@ -9,8 +9,14 @@ import pytest
 
 from tests.golden.families.makers import tokenizer_of
 from trinity_mq.cli.main import main
-from trinity_mq.config import load_config
-from trinity_mq.operations.validate import GREEDY_WORKFLOWS, WARNING, check_optimizer
+from trinity_mq.config import ConfigError, load_config
+from trinity_mq.operations.validate import (
+    GREEDY_WORKFLOWS,
+    WARNING,
+    check_greedy_runs,
+    check_optimizer,
+    imports_torch,
+)
 from trinity_mq.testing.scripted import byte_codec
 
 
@@ -468,6 +474,16 @@ def test_records_with_prompts_that_are_too_long_are_counted(tmp_path: Path, caps
     assert "tokens" not in capsys.readouterr().out
 
 
+def test_a_long_system_prompt_makes_the_prompts_of_short_records_too_long(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "t.jsonl").write_text('{"question": "1", "answer": "1"}\n')
+    taskset = f"{{name: mine, path: {tmp_path}/t.jsonl, format: {{system_prompt: {'x' * 64}}}}}"
+    text = f"model: {{tiny: {{}}, max_prompt_tokens: 64}}\nbuffer: {{taskset: {taskset}}}"
+    assert main(["validate", write(tmp_path, text)]) == 0
+    assert "the prompts of 1 of 1 records have more than 64 tokens" in capsys.readouterr().out
+
+
 def test_a_folder_that_is_not_there_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["validate", write(tmp_path, "model: {model_path: models/mine}")]) == 0, "may be a hub id"
@@ -490,6 +506,20 @@ def test_a_blob_store_is_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_a_greedy_run_is_made_and_used(own: Path, name: str) -> None:
     taskset = f"storage_type: queue, workflow: {name}, workflow_args: {{greedy_baseline: true}}"
     assert main(["validate", with_own(own, taskset, algorithm="{algorithm_type: remax}")]) == 0
+
+
+@pytest.mark.parametrize("mode", ["train", "bench"])
+def test_a_mode_that_reads_no_training_taskset_needs_no_greedy_runs_of_it(own: Path, mode: str) -> None:
+    config = load_config(with_own(own, algorithm="{algorithm_type: remax}"))
+    with pytest.raises(ConfigError, match="greedy_baseline: true"):
+        check_greedy_runs(config)
+    assert check_greedy_runs(config.model_copy(update={"mode": mode})) == []
+
+
+@pytest.mark.parametrize("model", ["{tiny: {chat_template: ''}}", "{tiny: {}, router_replay: true}"])
+def test_the_checks_of_a_model_that_import_torch_are_told(own: Path, model: str) -> None:
+    assert not imports_torch(load_config(with_own(own)))
+    assert imports_torch(load_config(with_own(own, model=model)))
 
 
 @pytest.mark.parametrize("names", ["[v_prj]", "[q_proj, v_prj]"])

@@ -11,20 +11,22 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import AsyncMock
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from tests.unit.agents.world import experience
 from tests.unit.observability.test_run_state import beat, metrics
-from trinity_mq.bus import Envelope, Topology
+from trinity_mq.bus import BusUnavailable, Envelope, Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config import load_config
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.local_broker.ports import free_ports
 from trinity_mq.messages import Metrics
-from trinity_mq.observability import samples
+from trinity_mq.observability import samples, sources
 from trinity_mq.observability.curves import Curves
 from trinity_mq.observability.diagnosis import Room
 from trinity_mq.observability.experiences.token_texts import TokenTexts
@@ -106,7 +108,9 @@ async def test_samples_and_curves() -> None:
         sample = await (await client.get("/api/sample", params={"uid": uid})).json()
         assert (sample["uid"], len(sample["tokens"])) == (uid, len(sample["token_texts"]))
         assert sample["info"]["truth"] == "7"
-        assert "expected(one.info?.truth)" in (STATIC / "dash.js").read_text(), "shown as the expected answer"
+        script = (STATIC / "dash.js").read_text()
+        assert "expected(one.info?.truth)" in script, "shown as the expected answer"
+        assert "reward: reward.valueAsNumber" in script, "which is null in JSON if the field is empty, so it is refused"
         curves = await (await client.get("/api/curves")).json()
         assert curves["pictures"][0]["curves"] == {"rollout/reward/mean": [[1, 0.5]]}
         assert curves["others"]["before"][0]["curves"] == {"rollout/reward/mean": [[1, 0.9]]}
@@ -484,6 +488,25 @@ def test_news_have_the_time_at_which_they_happened() -> None:
         (1007.0, "3 slices failed"),
         (1007.0, "3 dead letters"),
     ]
+
+
+async def test_reviews_that_nobody_reads_any_more_take_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lost:
+        changed = SimpleNamespace(wait=AsyncMock(side_effect=BusUnavailable("away")))
+
+        @contextlib.asynccontextmanager
+        async def following(self) -> AsyncIterator[Lost]:
+            yield self
+
+        def pending(self) -> list[object]:
+            return []
+
+    monkeypatch.setattr(sources, "ReviewStream", lambda *_: Lost())
+    source = BrokerSource(lambda: None, RunState("r", 10))
+    bus: Any = SimpleNamespace(wait_usable=AsyncMock(side_effect=TimeoutError))
+    with pytest.raises(TimeoutError):  # ends the loop once it waits for the broker
+        await source._reviews(bus, Topology("r"))
+    assert source.reviews is None
 
 
 def test_runs_on_a_broker_are_known_by_the_names_of_queues() -> None:

@@ -98,6 +98,16 @@ async def test_whoever_arms_is_told_who_stopped_and_disarms_what_nobody_passed(t
     assert list(tmp_path.iterdir()) == []
 
 
+async def test_who_stops_itself_just_before_the_run_is_over_is_told_and_so_continued(tmp_path: Path) -> None:
+    agent = MarkedPoints(tmp_path, "trainer", "trainer-0", lambda: None)
+
+    def over() -> bool:
+        agent.passed("saved checkpoint")
+        return True
+
+    assert await ArmedPoints(tmp_path).hit("checkpoint_saved", 1, over, 5.0) == Hit("trainer-0", os.getpid())
+
+
 async def test_a_checkpoint_is_a_point_once_it_is_written_and_before_anybody_knows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

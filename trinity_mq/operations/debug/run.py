@@ -133,8 +133,8 @@ def find_task(config: Config, task: str, taskset: str | None) -> tuple[int, Task
     Args:
         config: Configuration of the run.
         task: The number of a record in storage order, or a task as JSON, ``@FILE`` or ``-``.
-        taskset: Name of a taskset in ``buffer.tasksets`` or ``buffer.eval_tasksets``, whose tasks are then made as for
-            an evaluation. None: the first training taskset.
+        taskset: Name of a taskset in ``buffer.tasksets`` or ``buffer.eval_tasksets``. Tasks of the latter are made as
+            for an evaluation. None: the first training taskset.
 
     Raises:
         CommandError: The taskset, record or task does not exist.
@@ -152,7 +152,7 @@ def find_task(config: Config, task: str, taskset: str | None) -> tuple[int, Task
         section.model_copy(update={"selector": "sequential", "data_selector": None}),
         repeat_times=1,
         seed=config.seed,
-        is_eval=taskset is not None,
+        is_eval=taskset in {evaluated.name for evaluated in config.buffer.eval_tasksets},
     )
     number = int(task)
     if not 0 <= number < len(records):
@@ -170,7 +170,7 @@ def _section(config: Config, taskset: str | None) -> TasksetConfig:
     }
     if taskset not in sections:
         raise CommandError(
-            f"--taskset {taskset!r} is not an evaluation taskset; this configuration has "
+            f"--taskset {taskset!r} is in neither buffer.eval_tasksets nor buffer.tasksets; this configuration has "
             + (", ".join(map(repr, sections)) if sections else "none")
         )
     return sections[taskset]

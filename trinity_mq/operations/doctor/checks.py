@@ -96,7 +96,7 @@ def findings(checks: Sequence[DoctorCheck], facts: DoctorFacts, needs: Needs) ->
 
 def _judgements(row: DoctorCheck, facts: DoctorFacts, needs: Needs) -> Sequence[Judgement]:
     if row.of_run and needs.topology is None:
-        return [("not looked at", "no run is named", "give CONFIG or --run NAME")]
+        return [("not looked at", "no run is named", "name the run: `trinity-mq doctor TARGET`")]
     if unknown := [name for name in row.facts if name not in facts]:
         return [("not looked at", facts.why(unknown[0]), row.by_hand)]
     try:

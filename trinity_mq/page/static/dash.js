@@ -88,6 +88,7 @@ function connect() {
     section?.update?.();
   });
   events.onerror = () => {
+    samples.outdated = true; // the next server may be another process, which numbers the samples anew
     $("connection").className = "bad";
     $("connection").textContent = "the page's server does not answer; it is tried again";
   };
@@ -285,6 +286,7 @@ const samples = {
   rows: [],
   last: 0,
   seen: -1,
+  outdated: false,
   sort: ["number", -1],
   filter: { text: "", reward: "", workflow: "", kind: "" },
   colour: "logprob",
@@ -310,12 +312,14 @@ const samples = {
     this.choose();
   },
   update() {
-    if (state.samples !== this.seen && !this.loading) this.load();
+    if ((state.samples !== this.seen || this.outdated) && !this.loading) this.load();
   },
   async load(anew = false) {
     this.loading = true;
     try {
-      const found = await ask(`api/samples?after=${anew && !this.rows.length ? 0 : this.last}`);
+      const all = this.outdated || (anew && !this.rows.length);
+      const found = await ask(`api/samples?after=${all ? 0 : this.last}`);
+      if (all) [this.rows, this.outdated] = [[], false];
       this.columns = Object.fromEntries(found.columns.map((name, place) => [name, place]));
       this.last = found.last;
       this.seen = found.seen;
@@ -706,7 +710,8 @@ const review = {
     const parts = Object.entries({ reward: one.reward, ...one.parts }).map(([name, value]) => `${name} ${number(value)}`).join(" · ");
     const reward = h("input", { type: "number", step: "any", "aria-label": "new reward", placeholder: "reward" });
     const note = h("input", { "aria-label": "note", placeholder: "note", style: { width: "12rem" } });
-    const give = (verdict) => h("button", { onclick: () => this.give(one.request, { verdict, note: note.value, ...(verdict === "reward" ? { reward: Number(reward.value) } : {}) }) }, verdict);
+    // an empty field is NaN, which JSON writes as null, and the server refuses
+    const give = (verdict) => h("button", { onclick: () => this.give(one.request, { verdict, note: note.value, ...(verdict === "reward" ? { reward: reward.valueAsNumber } : {}) }) }, verdict);
     const left = one.deadline - state.now;
     const until = `${one.default}${one.default_reward === null ? "" : ` ${one.default_reward}`} counts in ${duration(left)}`;
     return h("section", { class: "card", style: { "margin-top": "1rem" } }, h("h3", {}, `${one.uid}: ${one.reasons.join("; ")}`), h("p", { class: "dim" }, `${parts} · ${until}`), ...calls, expected(one.expected), state.operate ? h("div", { class: "verdict" }, give("keep"), give("drop"), reward, give("reward"), note) : h("p", { class: "dim" }, "Verdicts are given with --operate, or by `trinity-mq review`."));

@@ -197,12 +197,15 @@ def _check(fault: Fault, path: Path) -> None:
         wrong.append(f"role is {fault.role!r}, wanted one of {', '.join(ROLES)}")
     if fault.kind not in KINDS:
         wrong.append(f"kind is {fault.kind!r}, wanted one of {', '.join(KINDS)}")
-    if fault.point is not None and fault.point not in {**POINTS, **INSIDE}:
+    if fault.point is not None and fault.point not in (*POINTS, *INSIDE):
         wrong.append(f"point is {fault.point!r}, wanted null or one of {', '.join((*POINTS, *INSIDE))}")
-    inside = INSIDE.get(fault.point or "")
+    inside = INSIDE.get(fault.point) if isinstance(fault.point, str) else None
     if inside is not None and inside.role != fault.role:
         wrong.append(f"point is {fault.point!r}, which only a {inside.role} passes, not a {fault.role}")
-    if not 0 <= fault.pick <= 1 or fault.wait < 0 or fault.seconds < 0 or fault.occurrence < 1:
+    numbers = {name: getattr(fault, name) for name in ("pick", "wait", "seconds", "occurrence")}
+    if others := {name: value for name, value in numbers.items() if not isinstance(value, int | float)}:
+        wrong += [f"{name} is {value!r}, wanted a number" for name, value in others.items()]
+    elif not 0 <= fault.pick <= 1 or fault.wait < 0 or fault.seconds < 0 or fault.occurrence < 1:
         wrong.append("pick must be from 0 to 1, wait and seconds at least 0, occurrence at least 1")
     if wrong:
         raise CommandError(f"{path}, fault {fault.number}: {'; '.join(wrong)}")

@@ -17,8 +17,9 @@ from tests.unit.agents.gateway.world import until as gateway_until
 from tests.unit.agents.trainer.test_audit import BATCHES, SETTINGS
 from tests.unit.gateway.serving import serving, serving_config
 from tests.waiting import until as until_true
+from trinity_agents.gateway.session_stream import SessionStream
 from trinity_agents.simulation import Simulation, killed, until
-from trinity_mq.bus import Envelope
+from trinity_mq.bus import BusUnavailable, Envelope
 from trinity_mq.config import Config, load_config
 from trinity_mq.experience import EID, Experience
 from trinity_mq.local_broker.ports import free_ports
@@ -156,6 +157,20 @@ def test_ledger_answers_and_decisions_are_those_of_the_gateways() -> None:
         assert record.begin == 0
         assert len(record.undecodable) == 1
         assert len(world.dead) == 1, "the rubbish alone: reading leaves nothing there that a gateway cannot read"
+
+    run_virtually(story())
+
+
+def test_a_stream_of_sessions_that_is_not_read_in_time_is_an_error_of_the_broker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(SessionStream, "is_ready", lambda _: False)
+
+    async def story() -> None:
+        world = World()
+        async with world.running() as bus:
+            with pytest.raises(BusUnavailable, match="was not read within 120 s"):
+                await read_sessions(bus, world.topology)
 
     run_virtually(story())
 

@@ -92,6 +92,8 @@ def test_a_file_holds_all_of_it(tmp_path: Path) -> None:
         ({"role": "runner", "point": "decision_confirmed"}, "which only a gateway passes, not a runner"),
         ({"pick": 1.5}, "pick must be from 0 to 1"),
         ({"wait": -1.0}, "wait and seconds at least 0"),
+        ({"wait": "3"}, "wait is '3', wanted a number"),
+        ({"pick": None, "point": []}, r"point is \[\], wanted null or .*pick is None, wanted a number"),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, change: dict[str, object], wanted: str) -> None:
@@ -207,6 +209,7 @@ def test_the_report_has_each_fault_each_verdict_what_it_cost_and_what_clients_we
         ["x.yaml", "--compose", "mine", "--kinds", "kill"],
         ["x.yaml", "--schedule", "s.json", "--every", "1"],
         ["x.yaml", "mode=serve", "--inside", "0.25", "--clients", "4"],
+        ["x.yaml", "--broker", "amqp://h/"],
     ],
 )
 def test_the_command_that_repeats_it_means_the_same(words: list[str]) -> None:

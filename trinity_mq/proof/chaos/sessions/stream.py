@@ -11,6 +11,7 @@ from trinity_mq.bus.streams import read_up_to_now
 from trinity_mq.gateway.ledger import Ledger
 from trinity_mq.messages import DecodeError, SessionCall, SessionsDecided, decode_any
 from trinity_mq.runtime.deliveries import new_mark
+from trinity_mq.runtime.errors import first_leaf
 
 READ_SECONDS = 120.0
 EVENT_KEY = "event"
@@ -42,16 +43,19 @@ async def read_sessions(bus: Bus, topology: Topology) -> SessionRecord:
     from trinity_agents.gateway.session_stream import SessionStream
 
     record = SessionRecord()
-    async with asyncio.TaskGroup() as group:
-        store = SessionStream(bus, topology, record_timeout=1.0, tasks=group)
-        following = group.create_task(store.follow(), name="read the sessions")
-        try:
-            async with asyncio.timeout(READ_SECONDS):
-                await store.changed.until(store.is_ready)
-        except TimeoutError:
-            raise BusUnavailable(f"the stream of sessions was not read within {READ_SECONDS:g} s") from None
-        finally:
-            following.cancel()
+    try:
+        async with asyncio.TaskGroup() as group:
+            store = SessionStream(bus, topology, record_timeout=1.0, tasks=group)
+            following = group.create_task(store.follow(), name="read the sessions")
+            try:
+                async with asyncio.timeout(READ_SECONDS):
+                    await store.changed.until(store.is_ready)
+            except TimeoutError:
+                raise BusUnavailable(f"the stream of sessions was not read within {READ_SECONDS:g} s") from None
+            finally:
+                following.cancel()
+    except ExceptionGroup as errors:
+        raise first_leaf(errors) from None
     record.ledger = store.ledger
     await _read_events(bus, topology, record)
     return record

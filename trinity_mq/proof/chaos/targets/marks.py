@@ -52,10 +52,11 @@ class ArmedPoints:
                 async with asyncio.timeout(seconds):
                     while (hit := self._take_hit(token)) is None and not over():  # noqa: ASYNC110
                         await asyncio.sleep(LOOK_SECONDS)  # a stopped process does not notify anyone
-                    return hit
+                    if hit is not None:
+                        return hit
         finally:
             armed.unlink(missing_ok=True)
-        return self._take_hit(token)
+        return self._take_hit(token)  # an agent may have stopped itself since the last look
 
     def _take_hit(self, token: str) -> Hit | None:
         for path in self.folder.glob(f"{token} *{HIT}"):
