@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -316,8 +317,10 @@ class Scheduler:
             # recomputed each time, because other callers may take tasks while this caller waits
             return seconds_left(len(batch.done), batch.left, required, time_left=time_left, wait_left=wait_left)
 
-        while (seconds := left()) > 0 and await self._wait_for(batch.changed, lambda: left() < seconds, seconds):
-            pass
+        with contextlib.suppress(TimeoutError):
+            async with self._clock.timeout(time_left):  # the limit of all waits of the loop together
+                while (limit := left()) > 0 and await self._wait_for(batch.changed, lambda: left() < limit, limit):
+                    pass
         if len(batch.done) >= required and not waits_for_more:
             return required
         if len(batch.done) < batch.left and (obstacle := await self._obstacle()):
