@@ -213,7 +213,7 @@ class Scheduler:
         self._scheduled.add([task], batch_id, batch, deliver=_receiver(task), first_run=run_id_base, part_of=part_of)
         try:
             return await self._results_of(batch, None, None, True)
-        except asyncio.CancelledError:
+        except BaseException:  # nobody else can fetch the results of this batch
             await self._scheduled.abort(batch)
             raise
 

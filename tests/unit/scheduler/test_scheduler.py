@@ -29,6 +29,7 @@ from trinity_mq.scheduler.scheduled_tickets import CompletedTask
 from trinity_mq.scheduling import RunnerWrapper, Scheduler, Status, TaskWrapper
 from trinity_mq.testing.fakes import FakeRunner
 from trinity_mq.testing.virtual_time import VirtualTimeLoop, run_virtually
+from trinity_mq.transport.blobs import StoreUnavailable
 from trinity_mq.workflows import Task
 
 LOOP = VirtualTimeLoop
@@ -376,6 +377,23 @@ async def test_run_with_retry_names_the_runner_in_the_form_of_the_handle(handle:
         assert (status.ok, runner_id) == (True, said)
         assert f"run by {runner} instead of runner-7: all runners share one queue" in str(status.message)
         assert [entry["runner"] for entry in logs if entry["event"] == "run_by_another_runner"] == ["runner-7"]
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("the store is away"), TimeoutError()], ids=repr)
+async def test_run_with_retry_leaves_no_ticket_after_an_error(error: Exception) -> None:
+    stage = Stage()
+
+    async def fails(*which: Any) -> None:
+        raise error
+
+    async with stage.up() as scheduler:
+        scheduler._collector.ensure = fails  # type: ignore[method-assign]
+        runner = RunnerWrapper(0, None, [], scheduler.config, scheduler=scheduler)
+        with pytest.raises(type(error)):
+            await runner.run_with_retry(TaskWrapper(tasks(1)[0], 1))
+        assert not scheduler.has_step(1)
+        await asyncio.sleep(3.0)
+        assert stage.batch_queues() == []
 
 
 async def test_run_with_retry_says_when_it_was_not_done() -> None:
