@@ -425,6 +425,30 @@ async def test_tasks_that_nobody_takes_are_returned_with_the_reason(clear: bool)
         assert (await scheduler.get_results(1)) == ([], [])
 
 
+async def test_an_abort_while_the_broker_is_asked_for_waiting_slices_returns_nothing() -> None:
+    stage = Stage(runner=False)
+    depth = stage.bus.depth
+
+    async def aborted_meanwhile(queue: str) -> int | None:
+        await stage.scheduler.abort_batch(1)
+        return await depth(queue)
+
+    async with stage.up() as scheduler:
+        scheduler.schedule(tasks(1), 1)
+        await asyncio.sleep(1.0)
+        stage.bus.depth = aborted_meanwhile  # type: ignore[method-assign]
+        assert await scheduler.get_results(1, timeout=0.5) == ([], [])
+
+
+async def test_slices_that_share_a_message_are_all_counted_as_pending() -> None:
+    async with Stage(runner=False).up() as scheduler:
+        scheduler.dispatcher._group_size = lambda ticket: 16  # type: ignore[method-assign]
+        scheduler.schedule(tasks(32), 1)
+        left = r"32 were left: 32 pending, 0 running; no runner .*, and 2 messages with slices wait"
+        with pytest.raises(TimeoutError, match=left):
+            await scheduler.wait_all(timeout=5.0)
+
+
 async def test_tasks_whose_runners_have_no_engine_are_returned_with_the_reason() -> None:
     stage = Stage(seconds=lambda task_slice: 1e4)
     async with stage.up() as scheduler:
