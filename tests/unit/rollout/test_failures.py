@@ -208,6 +208,13 @@ def test_each_sample_carries_the_expected_answer(record: dict[str, Any], wanted:
     assert wanted is None or len(wanted) <= MOST_TRUTH
 
 
+def test_the_reward_of_a_run_is_that_of_its_last_step() -> None:
+    """Of several experiences with the same step, the last one counts, as in training."""
+    results = RunResults()
+    results.finished(Task(), 0, [experience(1, 0, reward=reward) for reward in (0.0, 1.0)], 1.0)
+    assert results.metrics[0]["reward"] == 1.0
+
+
 def test_the_answer_of_a_run_is_what_its_last_step_said() -> None:
     said = [experience(1, run) for run in (0, 0, 1, 2)]
     for one, step, text in zip(said, (1, 0, 0, 0), ("last", "first", None, None), strict=True):
