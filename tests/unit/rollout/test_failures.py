@@ -16,7 +16,7 @@ from trinity_mq.experience import Experience
 from trinity_mq.messages.tasks import MOST_ANSWER, MOST_ANSWERS, MOST_TRUTH
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.errors import EngineLost, EngineNotReady, EngineRefused, PromptTooLong
-from trinity_mq.rewards import UnknownNameError
+from trinity_mq.rewards import RewardError, UnknownNameError
 from trinity_mq.rollout.failures import MAX_ERROR, describe, failure_key, failure_of, kind_of, reward_fault
 from trinity_mq.rollout.run_results import RunResults, answer_texts
 from trinity_mq.rollout.status import RunFailure, SliceOutcome
@@ -122,6 +122,7 @@ LOST.lost = InferenceModel(id="judge", url="http://127.0.0.1:9", name="judge")
         (caused(SandboxFailed("x", kind="provider")), "provider", True),
         (caused(RunFailedError("x", retryable=False)), "workflow", False),
         (ExceptionGroup("", [SandboxFailed("x", retryable=False)]), "sandbox", False),
+        (ExceptionGroup("", [RewardError("x")]), "task", False),
         (KeyError("answer"), "workflow", True),
         (TimeoutError("x"), "timeout", True),
         (ConnectionRefusedError(111, "refused"), "environment", True),
