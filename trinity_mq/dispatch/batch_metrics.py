@@ -121,6 +121,7 @@ def task_status(results: Sequence[TaskResult]) -> Status:
     completed = sum(len(result.runs) for result in results)
     total = sum(result.repeat_times for result in results)
     message = next((result.message for result in results if result.message), None)
+    latest_first = dict.fromkeys(result.runner for result in reversed(results) if result.runner)
     return Status(
         ok=completed == total,
         metric=aggregate_runs(runs),
@@ -128,7 +129,7 @@ def task_status(results: Sequence[TaskResult]) -> Status:
         completed_runs=completed,
         total_runs=total,
         metrics=runs,
-        runners=list(dict.fromkeys(result.runner for result in results if result.runner)),
+        runners=list(reversed(latest_first)),
     )
 
 

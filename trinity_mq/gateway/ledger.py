@@ -344,20 +344,13 @@ class Ledger:
 
     # -- results: unknown events, tasks, due events
 
-    def take_unknown(self) -> list[Event]:
-        """Return, once, the events of sessions that were never opened. Decisions, and events of sessions that a
-        decision names, are dropped. Call this only if the stream had been read to its end when these events were read:
-        a session that was settled long ago may have lost its opened event to retention.
+    def unknown_events(self) -> list[Event]:
+        """Return the events of sessions that were never opened, until :meth:`apply_refused` removes them. Decisions,
+        and events of sessions that a decision names, are dropped. Call this only if the stream had been read to its end
+        when these events were read: a session that was settled long ago may have lost its opened event to retention.
         """
-        events = [
-            event
-            for unknown in self._unknown.values()
-            if not unknown.decided
-            for event in unknown.events
-            if not isinstance(event.body, SessionsDecided)
-        ]
-        self._unknown.clear()
-        return events
+        self._unknown = {name: unknown for name, unknown in self._unknown.items() if not unknown.decided}
+        return [event for unknown in self._unknown.values() for event in unknown.events]
 
     def queued(self) -> list[tuple[str, list[Session]]]:
         """Return the tasks without a reported batch, as pairs of submission id and sessions."""

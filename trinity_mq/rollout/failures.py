@@ -70,10 +70,11 @@ def kind_of(error: BaseException) -> str:
 
 def is_retryable(error: BaseException) -> bool:
     """Return whether a further attempt may succeed. It cannot succeed if ``error`` or one of its causes was declared
-    final, or if every further attempt would raise the error again.
+    final, or if every further attempt would raise the error again. Of an exception group, its first exception decides.
     """
     final = any(isinstance(cause, RunFailedError) and not cause.retryable for cause in causes(error))
-    return isinstance(error, Exception) and not (final or prompt_too_long(error) or isinstance(error, INCURABLE))
+    incurable = isinstance(first_leaf(error), INCURABLE)
+    return isinstance(error, Exception) and not (final or prompt_too_long(error) or incurable)
 
 
 def describe(error: BaseException, kind: type[Workflow] | None = None) -> str:

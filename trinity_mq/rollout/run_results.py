@@ -9,6 +9,7 @@ from trinity_mq.experience import Experience
 from trinity_mq.messages import Version
 from trinity_mq.messages.tasks import MOST_ANSWER, MOST_ANSWERS, TRUTH
 from trinity_mq.rewards.ground_truth import expected_answer, truncate_middle
+from trinity_mq.rollout.failures import last_step
 from trinity_mq.rollout.status import RunFailure, SliceOutcome
 from trinity_mq.telemetry import aggregate_runs
 from trinity_mq.workflows import Task
@@ -37,7 +38,7 @@ class RunResults:
         """
         taskset, index = task.index.get("taskset"), task.index.get("index")
         truth = expected_answer(task.truth)
-        tokens, last = 0, experiences[0]
+        tokens, last = 0, last_step(experiences)
         for experience in experiences:
             eid = experience.eid
             eid.batch, eid.run, eid.task = task.batch_id, run, task.task_id if eid.task == "" else eid.task
@@ -50,8 +51,6 @@ class RunResults:
             if truth is not None:
                 experience.info = {TRUTH: truth, **(experience.info or {})}
             tokens += experience.response_length
-            if experience.eid.step > last.eid.step:
-                last = experience
         metrics = {"response_tokens:sum": float(tokens)}
         if last.reward is not None:
             metrics["reward"] = last.reward

@@ -27,7 +27,7 @@ class Status:
     metrics: list[dict[str, float]] = field(default_factory=list)
     """Metrics of each finished run."""
     runners: list[str] = field(default_factory=list)
-    """Ids of the runners that worked on the task, in the order of its runs."""
+    """Ids of the runners that worked on the task, in the order of their last runs."""
 
 
 @dataclass(frozen=True)

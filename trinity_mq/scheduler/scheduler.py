@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -212,7 +213,7 @@ class Scheduler:
         self._scheduled.add([task], batch_id, batch, deliver=_receiver(task), first_run=run_id_base, part_of=part_of)
         try:
             return await self._results_of(batch, None, None, True)
-        except asyncio.CancelledError:
+        except BaseException:  # nobody else can fetch the results of this batch
             await self._scheduled.abort(batch)
             raise
 
@@ -234,7 +235,8 @@ class Scheduler:
                 return scheduled.completed > before or not scheduled.unfinished
 
             if not await self._wait_for(self.dispatcher.changed, moved, seconds):
-                pending = min(unfinished, await self._waiting_slices())
+                per_message = max((ticket.grouped for ticket in self.dispatcher.tickets.values()), default=1)
+                pending = min(unfinished, per_message * await self._waiting_messages())
                 obstacle = await self._obstacle()
                 if clear_timeout_tasks:
                     for batch in scheduled.all_batches:
@@ -304,8 +306,8 @@ class Scheduler:
     ) -> int:
         """Wait, cut off the remaining tasks if requested, and return the number of tasks for the caller."""
         required = batch.left if min_num is None else min_num
+        batch_id = next(iter(batch.tickets.values())).batch
         if required > batch.left:
-            batch_id = next(iter(batch.tickets.values())).batch
             log.warning("min_num_clamped", batch=batch_id, min_num=min_num, tasks=batch.left)
             required = batch.left
         over_rollout = self.config.explorer.over_rollout
@@ -316,16 +318,18 @@ class Scheduler:
             # recomputed each time, because other callers may take tasks while this caller waits
             return seconds_left(len(batch.done), batch.left, required, time_left=time_left, wait_left=wait_left)
 
-        while (seconds := left()) > 0 and await self._wait_for(batch.changed, lambda: left() < seconds, seconds):
-            pass
+        with contextlib.suppress(TimeoutError):
+            async with self._clock.timeout(time_left):  # the limit of all waits of the loop together
+                while (limit := left()) > 0 and await self._wait_for(batch.changed, lambda: left() < limit, limit):
+                    pass
         if len(batch.done) >= required and not waits_for_more:
             return required
-        if len(batch.done) < batch.left and (obstacle := await self._obstacle()):
-            seconds, batch_id = self._seconds(timeout), next(iter(batch.tickets.values())).batch
+        obstacle = await self._obstacle() if len(batch.done) < batch.left else ""
+        if obstacle and len(batch.done) < batch.left:  # the batch may have been aborted meanwhile
             log.warning("tasks_not_done", batch=batch_id, tasks=batch.left - len(batch.done), reason=obstacle)
             if clear:
                 batch.unserved |= {ticket.ticket for ticket in batch.tickets.values() if not ticket.is_complete}
-                await self._cut_off(batch, reason=f"not done within {seconds:g} s: {obstacle}")
+                await self._cut_off(batch, reason=f"not done within {time_left:g} s: {obstacle}")
         if clear and len(batch.done) < batch.left:
             await self._cut_off(batch)
         return len(batch.done)
@@ -358,14 +362,14 @@ class Scheduler:
         run = self.topology.run
         if not self.peers.alive("runner"):
             try:
-                waiting = await self._waiting_slices()
+                waiting = await self._waiting_messages()
             except BusUnavailable:
                 return ""
             if not waiting:
                 return ""
             return (
-                f"no runner of the run {run!r} is alive on this broker, and {waiting} slices wait for one; start "
-                "runners with `trinity-mq runner CONFIG`, or the whole run with `trinity-mq run CONFIG`"
+                f"no runner of the run {run!r} is alive on this broker, and {waiting} messages with slices wait for "
+                "one; start runners with `trinity-mq runner CONFIG`, or the whole run with `trinity-mq run CONFIG`"
             )
         rollout = [beat for beat in self.peers.alive("engine") if getattr(beat.detail, "role", "") == "rollout"]
         if rollout:
@@ -385,7 +389,7 @@ class Scheduler:
                 log.warning("tasks_wait", tasks=self._scheduled.unfinished, reason=obstacle)
             logged = obstacle
 
-    async def _waiting_slices(self) -> int:
+    async def _waiting_messages(self) -> int:
         """Return the number of messages with slices, of all clients of the run, that no runner has taken yet."""
         lanes = (self.topology.tasks_train, self.topology.tasks_eval)
         return sum([await self.bus.depth(lane.name) or 0 for lane in lanes])

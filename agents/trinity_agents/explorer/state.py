@@ -215,6 +215,10 @@ class _Changes(NamedTuple):
     """Owners whose rows are deleted, such as ``pending/7``."""
     accepted: list[str]
     observations: list[TicketStatistics]
+    rows: dict[str, int]
+    """Number of written rows by owner, after the write."""
+    numbers: dict[int, tuple[int, PendingTask]]
+    """Row number and task by ``id()`` of a pending task, after the write."""
 
 
 class StateFile:
@@ -334,6 +338,8 @@ class StateFile:
                 await asyncio.shield(writing)
             finally:
                 await asyncio.wait([writing])  # if the caller is cancelled, the next write must still wait
+                if not writing.cancelled() and writing.exception() is None:
+                    self._count_as_written(state, changes)
             self._served_saves = asked
 
     async def check(self) -> None:
@@ -346,15 +352,15 @@ class StateFile:
             await asyncio.to_thread(self._check)
 
     def _changes(self, state: ExplorerState) -> _Changes:
-        """Return the changes for the next write, and count them as written."""
+        """Return the changes since the last successful write."""
         core: dict[str, Any] = state.model_dump(mode="python", exclude=IN_ROWS_OF_THEIR_OWN)
         parts: list[tuple[str, Any]] = []
-        before, self._rows = self._rows, {}
+        before, rows = dict(self._rows), dict[str, int]()
 
         def keep(owner: str, new: Iterator[tuple[str, Any]]) -> None:
             added = [(f"{owner}/{name}", content) for name, content in new]
             parts.extend(added)
-            self._rows[owner] = before.pop(owner, 0) + len(added)
+            rows[owner] = before.pop(owner, 0) + len(added)
 
         core["tickets"] = {key: ticket.model_dump(exclude=TICKET_ROWS) for key, ticket in state.tickets.items()}
         for key, ticket in state.tickets.items():
@@ -365,15 +371,18 @@ class StateFile:
             owner = f"following/{key}"
             keep(owner, iter(() if owner in before else (("batch", batch),)))
         numbers_before = self._numbers
-        self._numbers = {
-            id(task): numbers_before.get(id(task)) or (next(self._next_numbers), task) for task in state.pending
-        }
-        core["pending"] = [self._numbers[id(task)][0] for task in state.pending]
-        parts += [(f"pending/{n}/task", task) for key, (n, task) in self._numbers.items() if key not in numbers_before]
-        removed = [f"pending/{n}" for key, (n, _) in numbers_before.items() if key not in self._numbers]
-        accepted, state.accepted = state.accepted, []
-        observations, state.observations = state.observations, []
-        return _Changes(core, parts, [*before, *removed], accepted, observations)
+        numbers = {id(task): numbers_before.get(id(task)) or (next(self._next_numbers), task) for task in state.pending}
+        core["pending"] = [numbers[id(task)][0] for task in state.pending]
+        parts += [(f"pending/{n}/task", task) for key, (n, task) in numbers.items() if key not in numbers_before]
+        removed = [f"pending/{n}" for key, (n, _) in numbers_before.items() if key not in numbers]
+        accepted, observations = list(state.accepted), list(state.observations)
+        return _Changes(core, parts, [*before, *removed], accepted, observations, rows, numbers)
+
+    def _count_as_written(self, state: ExplorerState, changes: _Changes) -> None:
+        """Count the changes of a successful write as written. After a failed write, the next write repeats them."""
+        self._rows, self._numbers = changes.rows, changes.numbers
+        state.accepted = state.accepted[len(changes.accepted) :]
+        state.observations = state.observations[len(changes.observations) :]
 
     def _write(self, changes: _Changes) -> None:
         rows = [("core", msgpack.packb(changes.core)), *((name, _pack(content)) for name, content in changes.parts)]

@@ -176,16 +176,17 @@ class ActingGateway:
 
     async def _refuse(self) -> None:
         """Dead-letter messages that no session takes, and record the refusals on the stream for later readers."""
-        not_taken, self._store.not_taken = self._store.not_taken, []
-        for message in not_taken:
+        for message in list(self._store.not_taken):
             await self._refused(message.offset, message.delivery, message.reason)
-        for event in self._store.ledger.take_unknown():
+        for event in self._store.ledger.unknown_events():
             reason = f"no session {getattr(event.body, 'session', '')!r} is known; POST /sessions opens a session"
             await self._refused(event.origin, _incoming(event, self._topology), reason)
 
     async def _refused(self, offset: int, what: Incoming, reason: str) -> None:
         await dead_letter(self._bus, self._topology, what, reason, self._id)
-        await self._store.publish(SessionRefused(offset=offset, reason=reason), f"refused-{offset}")
+        refused = SessionRefused(offset=offset, reason=reason)
+        await self._store.publish(refused, f"refused-{offset}")
+        self._store.apply_refused(refused)
 
     # -- sessions that retention would remove
 
@@ -200,21 +201,21 @@ class ActingGateway:
         await self._store.catch_up()
         if not self._may_act():
             return
-        self._checked_position = self._store.position
+        position = self._store.position
         # An event is carried once 1/4 of the retained bytes follow it. Up to 1/8 more may follow it until the next
         # check, and 1/4 while other sessions are carried first (gateway.max_kept_bytes). The broker removes segments of
         # at most 1/4, so the event is still there.
-        carried = self._store.ledger.to_carry(self._checked_position - retained_bytes // 4)
-        for session in carried:
+        carried = self._store.ledger.to_carry(position - retained_bytes // 4)
+        for session in carried:  # also if it was settled since
             log.info("session_republished", session=session.id, events=len(session.events), bytes=session.size)
+            # Outcomes come first: a session whose events were copied before an outage is not carried again after it.
+            if (outcome := session.batch) is not None:
+                await self._store.publish(outcome, f"outcome-{outcome.submission_id}")
+            if (trained := session.trained) is not None:
+                await self._store.publish(trained, _trained_id(trained))
             for event in list(session.events):
                 await self._store.republish(event)
-        outcomes = {session.batch.submission_id: session.batch for session in carried if session.batch is not None}
-        for submission, outcome in outcomes.items():
-            await self._store.publish(outcome, f"outcome-{submission}")
-        trained = {session.trained.ticket: session.trained for session in carried if session.trained is not None}
-        for trained_event in trained.values():  # also if their sessions were settled during the publishes above
-            await self._store.publish(trained_event, _trained_id(trained_event))
+        self._checked_position = position
 
     # -- outcomes of batches
 
@@ -302,10 +303,10 @@ class Submissions:
         now = asyncio.get_running_loop().time()
         ledger = self._store.ledger
         if ledger is not self._ledger:  # at the start, and after the ledger was rebuilt
-            self._ledger = ledger
             ledger.take_new_tasks()
             earlier = [name for name, _ in ledger.queued() if name not in self._submitted]
             await self._resubmit(earlier[::-1], now)  # newest first: an earlier gateway may have ended before them
+            self._ledger = ledger  # after an outage in the line above, the next call repeats it
         elif now - self._checked >= CHECK_SECONDS:
             self._checked = now
             queued = {name for name, _ in ledger.queued()}

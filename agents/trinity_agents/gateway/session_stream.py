@@ -217,6 +217,11 @@ class SessionStream(EventLog):
         stamped = {**self._stamps(at), **(headers or {})}
         await self._bus.publish_declared(self._stream, EVENT, envelope(message, message_id=message_id, headers=stamped))
 
+    def apply_refused(self, refused: SessionRefused) -> None:
+        """Forget a refused message: no gateway dead-letters it again."""
+        self.ledger.apply_refused(refused)
+        self.not_taken = [message for message in self.not_taken if message.offset != refused.offset]
+
     async def republish(self, event: Event) -> None:
         """Publish a copy of an event that retention is about to remove; raises the errors of :meth:`publish`, except
         ContentError: such a copy is left out, with a warning.
@@ -344,8 +349,7 @@ class SessionStream(EventLog):
             case SessionsCommitted():
                 ledger.apply_committed()
             case SessionRefused():
-                ledger.apply_refused(message)
-                self.not_taken = [refused for refused in self.not_taken if refused.offset != message.offset]
+                self.apply_refused(message)
             case SessionOpened() | SessionCall() | SessionReward() | SessionEnd() | SessionsDecided():
                 is_own, offset = delivery.routing_key == EVENT, delivery.offset or 0
                 origin = delivery.headers.get(ORIGIN) if is_own else None

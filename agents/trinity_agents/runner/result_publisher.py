@@ -303,19 +303,17 @@ class ResultPublisher:
 
 
 def max_encoded_size(experiences: Sequence[Experience]) -> int:
-    """Return a cheap estimate of the encoded bytes, with at least ``EXPERIENCE_COST`` per experience. A character of a
-    text counts as one byte.
+    """Return a cheap upper bound of the encoded bytes of texts and tensors, with at least ``EXPERIENCE_COST`` per
+    experience.
 
-    The result is more than ``SHARED`` if no cheap estimate is possible.
+    The result is more than ``SHARED`` if no cheap bound is possible.
     """
     size = 0
     for experience in experiences:
         if experience.messages or experience.tools or experience.multi_modal_inputs or experience.custom_fields:
             return SHARED + 1
-        experience_bytes, fields = (
-            len(experience.prompt_text or "") + len(experience.response_text or ""),
-            vars(experience),
-        )
+        texts = (experience.prompt_text or "", experience.response_text or "")
+        experience_bytes, fields = sum(map(_max_text_bytes, texts)), vars(experience)
         for name in TENSOR_FIELDS:
             value = fields[name]
             if value is None:
@@ -326,9 +324,14 @@ def max_encoded_size(experiences: Sequence[Experience]) -> int:
         for value in experience.info.values():
             if type(value) not in PLAIN:
                 return SHARED + 1
-            experience_bytes += len(value) if isinstance(value, str) else 0
+            experience_bytes += _max_text_bytes(value) if isinstance(value, str) else 0
         size += max(experience_bytes, EXPERIENCE_COST)
     return size
+
+
+def _max_text_bytes(text: str) -> int:
+    """Return an upper bound of the bytes of a text in UTF-8, without encoding it."""
+    return len(text) if text.isascii() else 4 * len(text)
 
 
 class BatchedPublish(Generic[Key, Item, Answer]):

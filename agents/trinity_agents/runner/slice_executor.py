@@ -126,8 +126,7 @@ class SliceExecutor:
                 return await pool.run(task_slice, self._config, models, results)
         except TimeoutError:
             late = (
-                f"not done within the {task_slice.slice_timeout:g} s of the slice, the wait for one of "
-                f"{MAX_ISOLATED} isolated processes included"
+                f"not done within the {task_slice.slice_timeout:g} s of the slice, the wait for a free process included"
             )
             results.add_failure(RunFailure(late, "timeout"))
         except ChildDied as error:

@@ -55,8 +55,6 @@ class Settings:
     """True if a second explorer waits for the lock of the first."""
     failing: float
     """Fraction of rollout runs whose workflow fails on every attempt."""
-    empty: float
-    """Fraction of slices whose rollout runs all end without an experience. The stand-ins do not use it yet."""
     crashing: float
     """Fraction of attempts in a child process that kill the process."""
 
@@ -352,7 +350,7 @@ def _settings(dice: random.Random) -> Settings:
     interval = dice.choice([1, 1, 1, 2])
     repeat = dice.choice([2, 2, 4])
     short = dice.random() < 0.15
-    return Settings(
+    settings = Settings(
         style=style,
         interval=interval,
         offset=dice.choice([0, 1, 1, 2, 4]),
@@ -376,9 +374,10 @@ def _settings(dice: random.Random) -> Settings:
         batch_timeout=3.0 if short else 400.0,
         standby=dice.random() < 0.15,
         failing=dice.choice([0.0, 0.0, 0.0, 0.1, 0.4]),
-        empty=dice.choice([0.0, 0.0, 0.0, 0.1, 0.6]),
-        crashing=dice.choice([0.0, 0.1, 0.5]),
+        crashing=0.0,
     )
+    dice.choice(range(5))  # the draw of a setting that was removed: all later draws of a seed stay the same
+    return replace(settings, crashing=dice.choice([0.0, 0.1, 0.5]))
 
 
 def _faults(dice: random.Random, settings: Settings) -> list[Fault]:
@@ -468,7 +467,6 @@ def _with_sessions(seed: int) -> FaultSchedule:
         drawn,
         max_staleness=None,
         cut_off="never",
-        empty=0.0,
         failing=0.0,
         crashing=0.0,
         batch_timeout=400.0,

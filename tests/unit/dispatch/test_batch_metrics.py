@@ -160,6 +160,13 @@ def test_the_status_of_a_task_is_that_of_its_slices_together() -> None:
     assert status.metrics == [{"reward": 1.0, "n:sum": 2, "m:max": 1}, {"n:sum": 3, "m:max": 4}]
 
 
+def test_the_runners_of_a_task_end_with_the_runner_of_its_last_runs() -> None:
+    ticket = a_ticket(tasks=1, runs=6)
+    for base, runner in ((0, "a"), (2, "b"), (4, "a")):
+        tell(ticket, 0, base, runs=[base, base + 1], runner=runner)
+    assert task_status(ticket.results_of(0)).runners == ["b", "a"]
+
+
 def test_what_a_submitter_is_told() -> None:
     one = SubmissionRef(submission_id="s", task_id=1, reply_to="q", want_experiences=True)
     ticket = a_ticket(submissions=[one])

@@ -16,7 +16,7 @@ from trinity_mq.experience import Experience
 from trinity_mq.messages.tasks import MOST_ANSWER, MOST_ANSWERS, MOST_TRUTH
 from trinity_mq.models import InferenceModel
 from trinity_mq.models.errors import EngineLost, EngineNotReady, EngineRefused, PromptTooLong
-from trinity_mq.rewards import UnknownNameError
+from trinity_mq.rewards import RewardError, UnknownNameError
 from trinity_mq.rollout.failures import MAX_ERROR, describe, failure_key, failure_of, kind_of, reward_fault
 from trinity_mq.rollout.run_results import RunResults, answer_texts
 from trinity_mq.rollout.status import RunFailure, SliceOutcome
@@ -122,6 +122,7 @@ LOST.lost = InferenceModel(id="judge", url="http://127.0.0.1:9", name="judge")
         (caused(SandboxFailed("x", kind="provider")), "provider", True),
         (caused(RunFailedError("x", retryable=False)), "workflow", False),
         (ExceptionGroup("", [SandboxFailed("x", retryable=False)]), "sandbox", False),
+        (ExceptionGroup("", [RewardError("x")]), "task", False),
         (KeyError("answer"), "workflow", True),
         (TimeoutError("x"), "timeout", True),
         (ConnectionRefusedError(111, "refused"), "environment", True),
@@ -206,6 +207,13 @@ def test_each_sample_carries_the_expected_answer(record: dict[str, Any], wanted:
     RunResults().finished(Task(raw_task=record), 0, [entry], 1.0)
     assert entry.info["truth"] == "mine", "a workflow's own one is kept"
     assert wanted is None or len(wanted) <= MOST_TRUTH
+
+
+def test_the_reward_of_a_run_is_that_of_its_last_step() -> None:
+    """Of several experiences with the same step, the last one counts, as in training."""
+    results = RunResults()
+    results.finished(Task(), 0, [experience(1, 0, reward=reward) for reward in (0.0, 1.0)], 1.0)
+    assert results.metrics[0]["reward"] == 1.0
 
 
 def test_the_answer_of_a_run_is_what_its_last_step_said() -> None:

@@ -39,6 +39,7 @@ from trinity_mq.scheduler.scheduled_tickets import CompletedTask
 from trinity_mq.scheduling import RunnerWrapper, Scheduler, Status, TaskWrapper
 from trinity_mq.testing.fakes import FakeRunner
 from trinity_mq.testing.virtual_time import VirtualTimeLoop, run_virtually
+from trinity_mq.transport.blobs import StoreUnavailable
 from trinity_mq.workflows import Task
 
 LOOP = VirtualTimeLoop
@@ -100,13 +101,14 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def test_the_wait_for_more_than_enough_never_exceeds_the_timeout() -> None:
-    overrides = ("explorer.over_rollout.ratio=0.5", "explorer.over_rollout.wait_after_min=500")
-    async with Stage(*overrides, seconds=by_number({1: 8.0, 2: 400.0})).up() as scheduler:
+@pytest.mark.parametrize("wait_after_min", [500, 9])
+async def test_the_wait_for_more_than_enough_never_exceeds_the_timeout(wait_after_min: int) -> None:
+    overrides = ("explorer.over_rollout.ratio=0.5", f"explorer.over_rollout.wait_after_min={wait_after_min}")
+    async with Stage(*overrides, seconds=by_number({0: 8.0, 1: 9.5, 2: 400.0})).up() as scheduler:
         scheduler.schedule(tasks(3), 1)
         started = now()
         statuses, _ = await scheduler.get_results(1, min_num=1, timeout=10.0)
-        assert 8.0 <= now() - started < 20.0
+        assert 10.0 <= now() - started < 11.0
         assert len(statuses) == 2, "one more was done in time"
         assert not scheduler.has_step(1), "the rest was cut off"
 
@@ -398,6 +400,23 @@ async def test_run_with_retry_names_the_runner_in_the_form_of_the_handle(handle:
         assert [entry["runner"] for entry in logs if entry["event"] == "run_by_another_runner"] == ["runner-7"]
 
 
+@pytest.mark.parametrize("error", [StoreUnavailable("the store is away"), TimeoutError()], ids=repr)
+async def test_run_with_retry_leaves_no_ticket_after_an_error(error: Exception) -> None:
+    stage = Stage()
+
+    async def fails(*which: Any) -> None:
+        raise error
+
+    async with stage.up() as scheduler:
+        scheduler._collector.ensure = fails  # type: ignore[method-assign]
+        runner = RunnerWrapper(0, None, [], scheduler.config, scheduler=scheduler)
+        with pytest.raises(type(error)):
+            await runner.run_with_retry(TaskWrapper(tasks(1)[0], 1))
+        assert not scheduler.has_step(1)
+        await asyncio.sleep(3.0)
+        assert stage.batch_queues() == []
+
+
 async def test_run_with_retry_says_when_it_was_not_done() -> None:
     stage = Stage("explorer.batch_timeout=30", "explorer.max_timeout=10", runner=False)
     async with stage.up() as scheduler:
@@ -425,6 +444,30 @@ async def test_tasks_that_nobody_takes_are_returned_with_the_reason(clear: bool)
             await scheduler.wait_all(timeout=5.0)
         assert [one.ok for one in await scheduler.get_statuses("1/gsm8k")] == []
         assert (await scheduler.get_results(1)) == ([], [])
+
+
+async def test_an_abort_while_the_broker_is_asked_for_waiting_slices_returns_nothing() -> None:
+    stage = Stage(runner=False)
+    depth = stage.bus.depth
+
+    async def aborted_meanwhile(queue: str) -> int | None:
+        await stage.scheduler.abort_batch(1)
+        return await depth(queue)
+
+    async with stage.up() as scheduler:
+        scheduler.schedule(tasks(1), 1)
+        await asyncio.sleep(1.0)
+        stage.bus.depth = aborted_meanwhile  # type: ignore[method-assign]
+        assert await scheduler.get_results(1, timeout=0.5) == ([], [])
+
+
+async def test_slices_that_share_a_message_are_all_counted_as_pending() -> None:
+    async with Stage(runner=False).up() as scheduler:
+        scheduler.dispatcher._group_size = lambda ticket: 16  # type: ignore[method-assign]
+        scheduler.schedule(tasks(32), 1)
+        left = r"32 were left: 32 pending, 0 running; no runner .*, and 2 messages with slices wait"
+        with pytest.raises(TimeoutError, match=left):
+            await scheduler.wait_all(timeout=5.0)
 
 
 async def test_tasks_whose_runners_have_no_engine_are_returned_with_the_reason() -> None:

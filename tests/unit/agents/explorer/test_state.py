@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_agents.explorer.state import NEWEST_FORMAT, ExplorerState, PendingTask, StateFile
+from trinity_agents.explorer.state import NEWEST_FORMAT, ExplorerState, PendingTask, StateFile, TicketStatistics
 from trinity_agents.explorer.task_source import TaskSource, task_stats
 from trinity_agents.simulation import Simulation, killed
 from trinity_mq.config import Config, TasksetConfig, load_config
@@ -174,13 +174,16 @@ def test_what_another_wrote_meanwhile_is_not_written_over(tmp_path: Path) -> Non
 
 
 class Full(StateFile):
-    """On a disk without room for another page."""
+    """On a disk without room for another page, until ``is_full`` is False."""
+
+    is_full = True
 
     @contextmanager
     def _database(self) -> Iterator[sqlite3.Connection]:
         with super()._database() as database:
-            pages = database.execute("PRAGMA page_count").fetchone()[0]
-            database.execute(f"PRAGMA max_page_count = {pages}")
+            if self.is_full:
+                pages = database.execute("PRAGMA page_count").fetchone()[0]
+                database.execute(f"PRAGMA max_page_count = {pages}")
             yield database
 
 
@@ -188,11 +191,24 @@ def test_a_file_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Path)
     asyncio.run(StateFile(tmp_path / "explorer.db").save(ExplorerState()))
     file = Full(tmp_path / "explorer.db")
     file.load()
-    state = ExplorerState(pending=[PendingTask(task=TaskBody(raw_task={"text": "x" * 100_000}))])
+    ticket = a_ticket()
+    ticket.record(a_result(ticket, 0))
+    state = ExplorerState(
+        pending=[PendingTask(task=TaskBody(raw_task={"text": "x" * 100_000}))],
+        tickets={ticket.ticket: ticket},
+        accepted=["s"],
+        observations=[TicketStatistics(ticket=ticket.ticket, stats={"train": [TaskStats(0, 0.5, 2)]})],
+    )
+    state.following.add(ticket.make_manifest())
+    before = state.model_dump()
     with pytest.raises(OSError, match="the explorer's state cannot be used: database or disk is full") as caught:
         asyncio.run(file.save(state))
     assert caught.value.errno == errno.ENOSPC
     assert StateFile(tmp_path / "explorer.db").load() == ExplorerState()
+    file.is_full = False  # as for a save that waited for the failed write
+    asyncio.run(file.save(state))
+    assert StateFile(tmp_path / "explorer.db").load().model_dump() == {**before, "accepted": []}
+    assert asyncio.run(file.known(["s"])) == {"s"}
 
 
 def test_the_file_of_a_newer_release_is_refused_and_left_as_it_is_and_one_without_a_format_gets_one(

@@ -521,6 +521,83 @@ async def test_a_full_queue_holds_nothing_else_up() -> None:
         await reaches(store, "a", "trained")
 
 
+class AwayOnce(MemoryBus):
+    """A bus that fails once, at the first operation of a kind: the query of a depth, a dead letter or a copy."""
+
+    fails_at: str | None = None
+
+    def _pass(self, operation: str) -> None:
+        if operation == self.fails_at:
+            self.fails_at = None
+            raise BusUnavailable("away for a moment")
+
+    async def depth(self, queue: str) -> int | None:
+        self._pass("depth")
+        return await super().depth(queue)
+
+    async def publish(
+        self, exchange: str, routing_key: str, envelope: Envelope, *, timeout: float | None = None
+    ) -> bool:
+        for header, operation in (("dead-reason", "dead letter"), ("origin", "copy")):
+            if header in envelope.headers:
+                self._pass(operation)
+        return await super().publish(exchange, routing_key, envelope, timeout=timeout)
+
+
+async def test_an_outage_loses_no_task_of_an_earlier_gateway() -> None:
+    world = World()
+    full, bus = world.bus(FullBus), world.bus(AwayOnce)
+    bus.fails_at = "depth"
+    async with world.running():
+        async with world.gateway(bus=full) as store:
+            await world.session(store, "a")
+            await end(store, "a")
+            await until(store, lambda: full.refused == 1)
+        async with world.gateway(bus=bus) as store:
+            await reaches(store, "a", "trained")
+
+
+@pytest.mark.parametrize("session", ["trained", "nobody"])
+async def test_an_outage_loses_no_refused_message(session: str) -> None:
+    world = World()
+    away = world.bus(AwayOnce)
+    away.fails_at = "dead letter"
+    async with world.running() as bus, world.gateway(bus=away) as store:
+        await world.session(store, "trained")
+        await end(store, "trained")
+        await reaches(store, "trained", "trained")
+        await reward(bus, world, "late", session=session, reward=1.0)
+        await asyncio.sleep(30)
+        assert away.fails_at is None
+        assert len(world.dead) == 1
+
+
+async def test_an_outage_while_sessions_are_carried_leaves_none_behind() -> None:
+    world = World(sessions_max_bytes=SMALL)
+    world.answers = False
+    bus = world.bus(AwayOnce)
+    async with world.running() as outside, world.gateway(acts=False, bus=bus) as store:
+        await world.session(store, "a")
+        await end(store, "a")
+        acting = world.acting(bus, store)
+        await acting.once()
+        await until(store, lambda: state(store, "a") == "queued" and len(world.accepted) == 1)
+        (message,) = world.accepted.values()
+        outcome = SubmissionOutcome(
+            submission_id=message.submission_id or "", batch=1, ticket="t", outcome="finished", completed_runs=1
+        )
+        await outside.publish(world.topology.exchange("sessions"), "outcome", envelope(outcome, message_id="o"))
+        await reaches(store, "a", "batched")
+        stream = world.broker.queues[world.topology.sessions.name]
+        store.position += SMALL
+        before, bus.fails_at = len(stream.messages), "copy"  # type: ignore[attr-defined]
+        with pytest.raises(BusUnavailable):
+            await acting.once()
+        await acting.once()
+        kinds = [message.headers["kind"] for message in list(stream.messages)[before:]]  # type: ignore[attr-defined]
+        assert {"session_opened", "session_call", "session_end", "submission_outcome"} <= set(kinds)
+
+
 async def test_the_outcome_of_a_batch_outlives_the_retention_of_the_stream() -> None:
     world = World(sessions_max_bytes=SMALL)
     world.answers = False

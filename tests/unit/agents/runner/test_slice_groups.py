@@ -228,6 +228,18 @@ def test_experiences_of_a_thousand_tokens_share_messages_and_long_ones_travel_al
         assert all("attempt" in stored.headers for stored in parts(world))
 
 
+def test_long_texts_that_are_not_ascii_travel_in_several_messages() -> None:
+    world = World("broker.max_message_bytes=65536")  # the two texts take 90 000 bytes
+
+    async def does(task_slice: TaskSlice) -> SliceOutcome:
+        long = [experience(task_slice.task_id, n, response_text=f"{n}{'字' * 15_000}") for n in range(2)]
+        return an_outcome(task_slice, experiences=long)
+
+    run_virtually(done(world, make(world, does), 1))
+    (result,) = results(world)
+    assert (result.outcome, result.parts) == ("finished", 2)
+
+
 # -- the readers
 
 

@@ -142,6 +142,17 @@ def test_batches_that_an_operator_of_another_configuration_processed_are_faults(
     assert all("another configuration than the run's explorer" in line for line in lines)
 
 
+def test_a_checkpoint_that_a_tap_saved_before_it_reached_the_other_run_has_consumed_nothing(run: Path) -> None:
+    file = find_checkpoints(run / "checkpoints")[0][0].path / STATE_FILE
+    content = json.loads(file.read_text())
+    content["state"] |= {"generation": 1, "progress": 0, "step": 0, "source": {}}
+    file.write_text(json.dumps(content))
+    checkpoint = next(found for found in find_checkpoints(run / "checkpoints")[0] if not found.state.source)
+    auditor = Auditor(run, checkpoint)
+    auditor.check_folder()
+    assert [check.result for check in auditor.checks if check.name == "checkpoint"] == ["holds"], faults(auditor)
+
+
 def test_a_checkpoint_need_not_name_the_tickets_of_long_ago(run: Path) -> None:
     file = find_checkpoints(run / "checkpoints")[0][0].path / STATE_FILE
     content = json.loads(file.read_text())
