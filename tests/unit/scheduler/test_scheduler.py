@@ -465,8 +465,8 @@ async def test_slices_that_share_a_message_are_all_counted_as_pending() -> None:
     async with Stage(runner=False).up() as scheduler:
         scheduler.dispatcher._group_size = lambda ticket: 16  # type: ignore[method-assign]
         scheduler.schedule(tasks(32), 1)
-        left = r"32 were left: 32 pending, 0 running; no runner .*, and 2 messages with slices wait"
-        with pytest.raises(TimeoutError, match=left):
+        message = r"32 were left: 32 pending, 0 running; no runner .*, and 2 messages with slices wait"
+        with pytest.raises(TimeoutError, match=message):
             await scheduler.wait_all(timeout=5.0)
 
 

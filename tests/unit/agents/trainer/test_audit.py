@@ -147,7 +147,7 @@ def test_a_checkpoint_that_a_tap_saved_before_it_reached_the_other_run_has_consu
     content = json.loads(file.read_text())
     content["state"] |= {"generation": 1, "progress": 0, "step": 0, "source": {}}
     file.write_text(json.dumps(content))
-    checkpoint = next(found for found in find_checkpoints(run / "checkpoints")[0] if not found.state.source)
+    checkpoint = next(each for each in find_checkpoints(run / "checkpoints")[0] if not each.state.source)
     auditor = Auditor(run, checkpoint)
     auditor.check_folder()
     assert [check.result for check in auditor.checks if check.name == "checkpoint"] == ["holds"], faults(auditor)
