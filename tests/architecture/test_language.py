@@ -34,8 +34,8 @@ VAGUE = {"one", "found", "known", "given", "own", "said"}
 """Names of variables and arguments that do not name their content."""
 MOST_TEXTS = {
     "trinity_mq/engines": 6,
-    "agents/trinity_agents/simulation": 5,
-    "trinity_mq/config": 3,
+    "agents/trinity_agents/simulation": 1,
+    "trinity_mq/config": 2,
     "trinity_mq/dispatch": 2,
     "trinity_mq/messages": 3,
     "trinity_mq/observability": 3,
@@ -45,7 +45,7 @@ MOST_TEXTS = {
     "trinity_mq/experience": 2,
     "trinity_mq/models": 2,
     "trinity_mq/rollout": 2,
-    "trinity_mq/workflows": 2,
+    "trinity_mq/workflows": 1,
     "agents/trinity_agents/runner": 1,
     "trinity_mq/data": 1,
     "trinity_mq/operations": 1,

@@ -65,7 +65,7 @@ def marked_calls(head: str, end: str, *marks: str) -> CallReader:
             ``id`` the id of the call; the JSON value is then the arguments. If the head lacks a name, the JSON value is
             a list of calls.
         end: Pattern of the text between the JSON and the next call.
-        marks: Texts of which every head contains one. An answer with one of them behind its calls is malformed.
+        marks: Texts; every head contains at least one. An answer with one of them behind its calls is malformed.
     """
     begins, ends = re.compile(head), re.compile(end)
 

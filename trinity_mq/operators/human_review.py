@@ -53,7 +53,7 @@ class ReviewConditions(BaseModel):
     fraction: float = Field(default=0.0, ge=0, le=1)
     """Share of all runs, selected by their ids. The selection is the same when a batch is processed again."""
     seed: int = 0
-    """Seed of this selection, and of the order in which ``limit`` takes the matching runs."""
+    """Seed of this selection, and of the order of the matching runs that ``limit`` keeps."""
     zero_variance: bool = False
     """All runs of the task, at least two, have the same reward, or all have no reward."""
     truncated: bool = False

@@ -45,7 +45,7 @@ def expected_answer(truth: Any) -> str | None:
 
 
 def truncate_middle(text: str, most: int) -> str:
-    """Return ``text`` with at most ``most`` characters, all of which can be sent as UTF-8. A longer text loses its
+    """Return ``text`` with at most ``most`` characters, which UTF-8 can encode. A longer text loses its
     middle, because its end holds the answer.
 
     >>> truncate_middle("0123456789", 5), truncate_middle("01234", 5)

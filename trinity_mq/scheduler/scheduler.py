@@ -325,7 +325,7 @@ class Scheduler:
         if len(batch.done) >= required and not waits_for_more:
             return required
         obstacle = await self._obstacle() if len(batch.done) < batch.left else ""
-        if obstacle and len(batch.done) < batch.left:  # the batch may have been aborted meanwhile
+        if obstacle and len(batch.done) < batch.left:  # abort_batch may have run during the await
             log.warning("tasks_not_done", batch=batch_id, tasks=batch.left - len(batch.done), reason=obstacle)
             if clear:
                 batch.unserved |= {ticket.ticket for ticket in batch.tickets.values() if not ticket.is_complete}

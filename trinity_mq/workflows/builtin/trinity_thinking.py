@@ -95,7 +95,7 @@ class ThinkingBudgetWorkflow(SimpleWorkflow):
         if rest is not None and rest < 1:
             return answer
         prefix = [*tokens[: answer.prompt_length], *begun_tokens, *forced]
-        # the thoughts are no part of the prompt, so only the context limits them
+        # the thoughts do not belong to the prompt, so only the context limits them
         sampling = {**self._request_sampling(), "n": 1, "max_prompt_tokens": None}
         sampling |= {} if rest is None else {"max_tokens": rest}
         [tail] = await call(self.is_async, self.model, "generate", [prefix], **sampling)

@@ -167,7 +167,7 @@ class EpisodeWorkflow(FinalRewardWorkflow, Generic[E]):
         (response,) = await call(self.is_async, self.model, "chat", self._conversation(), n=1)
         if step_num == 0:
             check_asked([response], self.model)
-        if response.truncate_status == PROMPT_TRUNCATED:  # the model never saw the question, so there is no move
+        if response.truncate_status == PROMPT_TRUNCATED:  # the model never saw the question, so it made none
             self._prompt_too_long = True
             return False
         answer = response.response_text or ""

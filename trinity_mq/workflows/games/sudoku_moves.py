@@ -90,7 +90,7 @@ class SudokuMovesWorkflow(DualWorkflow):
         for step in range(MAX_STEPS):
             messages = [{"role": "user", "content": self._prompt(step)}]
             [answer] = check_asked(await call(self.is_async, self.model, "chat", messages, n=1), self.model)
-            is_cut = answer.truncate_status == PROMPT_TRUNCATED  # the model never saw the board, so there is no move
+            is_cut = answer.truncate_status == PROMPT_TRUNCATED  # the model never saw the board, so it made none
             answer.reward = 0.0 if is_cut else self._reward(parse_moves(answer.response_text or ""))
             answer.eid.step = step
             experiences.append(answer)
