@@ -491,7 +491,7 @@ class Config(Section):
         default, most = self.explorer.rollout_model.min_response_tokens, self.model.max_response_tokens
         places = [("explorer.rollout_model.min_response_tokens", default, most)]
         for taskset in (*self.buffer.training_tasksets, *self.buffer.eval_tasksets):
-            changes = {name: value for name, value in taskset.rollout_args.items() if name in ("min_tokens", "max_tokens")}
+            changes = {key: value for key, value in taskset.rollout_args.items() if key in ("min_tokens", "max_tokens")}
             if changes:
                 limits = {"min_tokens": default, "max_tokens": most, **changes}
                 places.append((f"min_tokens of taskset {taskset.name!r}", limits["min_tokens"], limits["max_tokens"]))
