@@ -81,7 +81,9 @@ class GroupEstimator(EstimatorBase):
     epsilon: float = Field(default=1e-6, ge=0)
     """Added to a standard deviation used as divisor. If the standard deviation is 0, the advantage is 0."""
     std_threshold: float | None = Field(default=None, ge=0)
-    """Drop tasks whose rewards have an unbiased standard deviation of at most this. None: keep all tasks."""
+    """Drop tasks whose rewards, after ``length_penalty`` and ``rank_penalty``, have an unbiased standard deviation of
+    at most this. None: keep all tasks.
+    """
     rank_penalty: float | None = Field(default=None, gt=0, le=1)
     """Reduce the reward of a run by up to this share. The reduction is larger the more likely the run is under the
     policy, compared with the other runs of the task."""
@@ -181,7 +183,7 @@ class DotsEstimator(EstimatorBase):
     level: Literal["batch", "task"] = "batch"
     """Set of experiences that share a temperature and a mean: the whole ``batch``, or the runs of each ``task``."""
     min_group_runs: int | None = Field(default=None, ge=1)
-    """Minimum number of finished runs of a task; tasks with fewer are dropped. None: ``algorithm.min_group_runs``."""
+    """Minimum number of finished runs of a pack; packs with fewer are dropped. None: ``algorithm.min_group_runs``."""
 
     @property
     def compares_runs(self) -> bool:

@@ -31,7 +31,8 @@ class OutsidersConfig(Section):
     format_args: Keys = ()
     """Keys of ``format_args`` that outsiders may set, such as ``system_prompt``."""
     record_args: Keys = ()
-    """Keys of ``raw_task`` that a workflow may use as arguments, such as ``seed`` of a game. Other keys are only data.
+    """Keys of ``raw_task`` that outsiders may set as arguments of the workflow, such as ``seed`` of a game. A task
+    fails if its ``raw_task`` sets another argument of the workflow. Keys that are not arguments are only data.
     """
     max_runs: int = Field(default=4096, ge=1)
     """Maximum number of runs of one external task."""

@@ -26,8 +26,8 @@ LOST_AFTER = 15.0
 than the lease of a heartbeat: a slice on its way from the queue to a runner is briefly at neither.
 """
 LONGEST_PATIENCE = 16 * LOST_AFTER
-"""Upper bound in seconds of the time until a slice counts as lost, which doubles whenever slices of its ticket are
-republished.
+"""Maximum of the time in seconds until a slice counts as lost. The time begins at :data:`LOST_AFTER` and doubles each
+time slices of the ticket are republished.
 """
 Waiting = Mapping[SliceName, tuple[Ticket, SliceState]]
 

@@ -612,8 +612,9 @@ class GatewayApp:
     async def _errors(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Answer expected errors in the error format of the requested API. Refuse requests until the sessions have been
-        read.
+        """Answer expected errors in the error format of the requested API; other routes use the format of chat
+        completions. Without a key file, refuse requests that may be cross-site requests of a browser. Until the
+        sessions have been read, refuse all requests except ``/health``.
         """
         place = request.path.find("/v1/")
         protocol = PROTOCOLS.get(request.path[place:] if place >= 0 else "", PROTOCOLS[CHAT])

@@ -128,4 +128,4 @@ def dead_letter_reason(error: BaseException) -> str:
 
 
 class CrashingMessageError(ValueError):
-    """A message was in hand at too many deaths of the process and is not handled again."""
+    """The process died too often while it handled this message, so the message is not handled again."""

@@ -61,7 +61,9 @@ class GpuReport:
 
     gpus: Sequence[Gpu]
     why: str = ""
-    """Result of the search for GPUs, which explains an empty list. Empty: unknown."""
+    """Explanation for an empty ``gpus``, such as ``nvidia-smi lists 0 GPUs``. Without meaning if ``gpus`` is not empty.
+    An empty text: the reason is unknown.
+    """
 
 
 def visible_gpus(environ: Mapping[str, str] = os.environ) -> GpuReport:

@@ -221,9 +221,13 @@ def trace_headers() -> dict[str, str]:
 
 
 def parent_header(batch: int | str | None = None, task: int | None = None) -> dict[str, str]:
-    """Return the ``traceparent`` header of a batch (default: the current batch) and of one of its tasks (default: the
-    task of the current slice, if there is a slice). The receiver's spans become children of the span of the task, or
-    else of the batch. The mapping is empty if there is no batch or it is not recorded.
+    """Return a mapping with one header, ``traceparent``. It makes the receiver's spans children of the span of
+    ``task``, or of the span of ``batch`` if there is no task. The mapping is empty without a batch, or if it is not
+    recorded.
+
+    Args:
+        batch: The batch. None: the current batch.
+        task: Id of a task of the batch. None: the task of the current slice, if there is a slice.
     """
     if (recorder := _recorder) is None:
         return {}

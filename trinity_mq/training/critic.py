@@ -62,12 +62,12 @@ class Critic:
     """
 
     def __init__(self, config: Config, folder: Path, ranks: Ranks | None = None) -> None:
-        """Load the backbone from the Hugging Face folder of the first model, and shard it over ``ranks``. All of its
-        weights are trained, even where the policy has adapters.
+        """Load the backbone from the Hugging Face folder of the first model, and shard it over ``ranks``. All weights
+        of the backbone are trained, even if the policy has adapters.
 
         Raises:
             ModelNotLoadedError: The folder holds no loadable model.
-            LearnerError: The device does not exist.
+            LearnerError: The device does not exist, or the model does not support the settings of the trainer.
         """
         plain = config.model.model_copy(update={"lora": None})
         policy = Policy(plain, folder, config.seed, config.trainer, ranks, shards=False)

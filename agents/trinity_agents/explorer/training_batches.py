@@ -181,7 +181,9 @@ class TrainingBatches:
         return None
 
     def _pacing_reason(self, batch: int) -> str | None:
-        """Return the pacing's reason why ``batch`` has to wait; request weights from the trainer if necessary."""
+        """Return what the pacing makes ``batch`` wait for; None if it may be opened. If the batch waits only for the
+        newest weights, request them from the trainer.
+        """
         config, counters = self._config.synchronizer, self.counters
         if may_open(batch, counters, config):
             return None

@@ -153,10 +153,11 @@ class TicketDecider:
         return ticket in self.consumed or ticket in self._held or (batch is not None and batch <= self.settled)
 
     def settle(self, through: int, newest: int, pinned: Callable[[], Collection[str]]) -> None:
-        """Forget the tickets of batches up to ``through``, which are all consumed.
+        """Forget the consumed tickets of the batches up to ``through``, so that memory and checkpoints do not grow with
+        the run. All these batches must be consumed.
 
-        Otherwise memory and checkpoints would grow with the run. ``pinned`` tickets are kept as if they belonged to
-        batch ``newest``.
+        Later messages of these batches are ignored, except messages of failed tickets, which may still be repaired. The
+        tickets that ``pinned`` returns are kept as if they belonged to batch ``newest``.
         """
         self.settled = max(self.settled, through)
         while self.consumed and next(iter(self.consumed.values())) <= through:

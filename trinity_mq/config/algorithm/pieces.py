@@ -44,8 +44,9 @@ class SurrogatePlugin(PluginPiece):
     """
 
     reference: bool = False
-    """Whether the class takes the reference model's logprobs (``ref_logprob``). ``policy_loss_fn`` sets it for a class
-    that a module in ``plugin_dirs`` registers."""
+    """Whether the class takes the reference model's logprobs (``ref_logprob``). If ``policy_loss_fn`` names a class
+    that a module in ``plugin_dirs`` registers, the parameters of the class determine this value.
+    """
 
 
 def _by_kind(*kinds: str) -> Discriminator:

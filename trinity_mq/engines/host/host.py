@@ -179,11 +179,12 @@ class EngineHost:
         await self._command_engine("pause", {"timeout": timeout, "lease": lease}, timeout + 10.0)
 
     async def receive(self, spec: dict[str, Any], timeout: float = 600.0) -> dict[str, Any]:
-        """Make the paused engine receive the weights of ``spec``. Return the canary, ``{"logprobs": [...]}``, and
-        ``seconds``, the durations of ``receive`` and ``apply``.
+        """Make the paused engine receive the weights of ``spec``. Return a mapping: ``seconds`` holds the durations of
+        ``receive`` and ``apply``; ``logprobs`` holds the canary's logprobs, if ``spec`` has canary tokens.
 
         Raises:
-            ReceiveFailed: The weights did not arrive or do not fit. ``touched`` says whether the old weights are lost.
+            ReceiveFailed: The weights did not arrive or do not fit, the engine is not paused, or it has another
+                transfer. ``touched`` says whether the old weights are lost.
             EngineLost: The engine did not answer.
         """
         answer = await self._command_engine("receive", {"spec": spec, "timeout": timeout}, timeout + 30.0)

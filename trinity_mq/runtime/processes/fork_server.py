@@ -146,7 +146,7 @@ def import_and_serve(listener: socket.socket, modules: Sequence[str]) -> tuple[F
         module, _, word = name.partition("=")
         with contextlib.suppress(Exception):
             importlib.import_module(module)
-        gc.collect()  # examines only the objects of this module
+        gc.collect()  # fast: the objects of earlier imports are frozen
         gc.freeze()  # pages that the collector does not touch stay shared
         if word:
             words.add(word)

@@ -60,8 +60,10 @@ class MemberDriver:
         last_commit: Callable[[], Key | None],
         ranks: int = 1,
     ) -> None:
-        """Create the driver. ``last_commit`` returns the version last committed at this engine, and its attempt, from
-        the trainer's heartbeat. ``ranks``: number of ranks of the engine in a broadcast.
+        """Create the driver.
+
+        ``last_commit`` returns version, epoch and attempt of the last commit at this engine, as the trainer's heartbeat
+        reports them; None if it reports no commit. ``ranks`` is the number of ranks of the engine in a broadcast.
         """
         self.machine = Member(name)
         self.lease = lease

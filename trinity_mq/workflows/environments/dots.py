@@ -75,7 +75,7 @@ class GridPackArguments(Arguments):
     len_full_penalty: int | None = Field(default=None, ge=1)
     """Length of an answer, in tokens, from which the penalty is full."""
     max_response_tokens_restraint: int | None = Field(default=None, ge=1)
-    """Length of an answer, in tokens, that the prompts ask for."""
+    """Maximum length of an answer, in tokens, that the prompts ask for. None: the prompts do not ask for a limit."""
     hint_example: bool = False
     """Show the model an example of hints."""
     hint_penalty_coef: float = Field(default=0.0, ge=0)
