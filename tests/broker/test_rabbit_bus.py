@@ -15,7 +15,6 @@ from yarl import URL
 from tests.broker_fixtures import Tools, connected, note
 from tests.waiting import until
 from trinity_mq.bus.base import BusRefused, BusUnavailable, LockHeld, StreamCut
-from trinity_mq.bus.rabbit import bus as rabbit_bus
 from trinity_mq.bus.rabbit import consumer as rabbit_consumer
 from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.rabbit.connection import BrokerConnection
@@ -169,21 +168,14 @@ class TestChannels:
     @pytest.mark.timeout(60)
     @pytest.mark.parametrize("deletion", [OWNED, FORGOTTEN], ids=["told", "untold"])
     async def test_exclusive_queues_that_the_broker_takes_away_come_back_with_bindings_and_locks(
-        self,
-        bus: RabbitBus,
-        broker_url: str,
-        broker_node: Tools,
-        topology: Topology,
-        deletion: str,
-        monkeypatch: pytest.MonkeyPatch,
+        self, bus: RabbitBus, broker_url: str, broker_node: Tools, topology: Topology, deletion: str
     ) -> None:
         """As the end of a cluster's node may do, while their connection stands."""
-        monkeypatch.setattr(rabbit_bus, "LOOK_SECONDS", 0.5)
         ears = topology.listener("explorer-0", "x", "control", "#")
         lock = await bus.lock("explorer")
         async with connected(broker_url, topology) as other, await bus.consume(ears) as feed:
             await broker_node.ctl("eval", deletion.format(prefix=topology.prefix))
-            await until(lambda: other.publish(topology.exchange("control"), "control.all", note("hello")), 20)
+            await until(lambda: other.publish(topology.exchange("control"), "control.all", note("hello")), 30)
             async with asyncio.timeout(10):
                 assert (await anext(feed)).body == b"hello"
             assert lock.held

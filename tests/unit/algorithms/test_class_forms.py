@@ -339,21 +339,24 @@ def test_advantages_of_a_data_proto_are_those_of_a_direct_call(folder: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("advantages", "metrics", "message"),
+    ("shape", "metrics", "message"),
     [
-        (torch.zeros(6), {}, r"Whitened sets advantages or returns that cannot be used, wanted Tensors \[6, longest "),
-        (torch.zeros(6, 5), 0.5, r"Whitened returns the metrics 0\.5, wanted numbers by name: TypeError"),
+        ("6", "{}", r"Skewed sets advantages or returns that cannot be used, wanted Tensors \[6, longest "),
+        ("6, 5", "0.5", r"Skewed returns the metrics 0\.5, wanted numbers by name: TypeError"),
     ],
 )
-def test_advantages_of_a_wrong_form_are_one_error(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, advantages: Tensor, metrics: Any, message: str
-) -> None:
-    def call(self: Any, exps: Any, **kwargs: Any) -> tuple[Any, Any]:
-        exps.batch["advantages"] = advantages
-        return exps, metrics
-
-    config = configured(folder, advantage_fn="whitened", repeat_times=1).algorithm
-    monkeypatch.setattr(class_named("Whitened"), "__call__", call)
+def test_advantages_of_a_wrong_form_are_one_error(folder: Path, shape: str, metrics: str, message: str) -> None:
+    (folder / "class_forms_skewed.py").write_text(
+        "import torch\n"
+        "from trinity_mq.algorithms import ADVANTAGE_FN, AdvantageFn\n"
+        '@ADVANTAGE_FN.register_module("skewed")\n'
+        "class Skewed(AdvantageFn):\n"
+        "    def __call__(self, exps, **kwargs):\n"
+        f'        exps.batch["advantages"] = torch.zeros({shape})\n'
+        f"        return exps, {metrics}\n"
+    )
+    add_plugins([str(folder)])
+    config = configured(folder, advantage_fn="skewed", repeat_times=1).algorithm
     with pytest.raises(PluginError, match=message):
         estimate(ExperienceBatch.of(experiences()), config.estimator)
 

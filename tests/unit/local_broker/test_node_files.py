@@ -242,8 +242,7 @@ async def test_where_rabbitmq_is_not_installed_docker_is_chosen_and_where_neithe
 def test_of_several_releases_the_newest_is_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, older: str, newer: str
 ) -> None:
-    monkeypatch.setattr("trinity_mq.local_broker.node.HOMES", (f"{tmp_path}/rabbitmq_server-*",))
-    monkeypatch.delenv("RABBITMQ_HOME", raising=False)
+    monkeypatch.setenv("RABBITMQ_HOME", f"{tmp_path}/rabbitmq_server-*")
     for version in (newer, older):
         script = tmp_path / f"rabbitmq_server-{version}" / "sbin" / "rabbitmq-server"
         script.parent.mkdir(parents=True)

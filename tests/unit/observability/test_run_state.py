@@ -12,8 +12,6 @@ from trinity_mq.bus import Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
 from trinity_mq.config import BrokerConfig
 from trinity_mq.messages import ControlEvent, Heartbeat, Metrics
-from trinity_mq.observability import run_state
-from trinity_mq.observability.diagnosis.records import RunFinding
 from trinity_mq.observability.display import LiveDisplay, PlainDisplay, format_status_line, open_display, render_table
 from trinity_mq.observability.follow import MetricsTail, consume_messages
 from trinity_mq.observability.report.figures import evaluations, format_duration
@@ -315,15 +313,27 @@ def test_the_reason_why_nothing_moves_is_shown_and_is_news_once() -> None:
     assert "nothing has moved" not in drawn(view)
 
 
-def test_a_finding_without_a_culprit_is_news_after_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finding_without_a_culprit_is_news_after_another_one() -> None:
     view = RunState("r", 10)
-    view.receive(beat("explorer", "explorer-0"), 0.0)
-    found = RunFinding("waiting", "a", lever="x"), RunFinding("silent", "b", lever="y"), RunFinding("silent", "c")
-    findings = iter([*found, RunFinding("silent", "d")])
-    monkeypatch.setattr(run_state, "diagnose", lambda _: next(findings))
-    for _ in range(4):
-        view.diagnose_stall(100.0)
-    assert [line.partition(" s: ")[2][:1] for line in view.take_news()] == ["a", "b", "c"]
+
+    def beats(seq: int, at: float, *gateways: str, state: Any = "idle") -> None:
+        heard(view, "explorer-0", "explorer", seq, state=state, waits_for="tasks to be submitted", at=at)
+        heard(view, "trainer-0", "trainer", seq, state=state, at=at)
+        for url in gateways:
+            heard(view, "gateway-0", "gateway", seq, state=state, detail={"url": url}, at=at)
+        view.diagnose_stall(at)
+
+    beats(1, 0.0)
+    beats(2, 40.0)
+    beats(3, 50.0)
+    beats(4, 60.0, "http://h:1")
+    beats(5, 70.0, "http://h:1", state="gone")
+    news = [line.partition(" s: ")[2].partition("; what")[0] for line in view.take_news() if " s: " in line]
+    assert news == [
+        "the run waits for tasks to be submitted",
+        "the run waits for rewarded sessions at its gateway http://h:1",
+        "no agent of the run has sent a heartbeat in 70 s but explorer-0, gateway-0, trainer-0, which ended",
+    ]
 
 
 def test_each_line_of_metrics_comes_once_also_of_a_run_that_was_begun_anew(tmp_path: Path) -> None:

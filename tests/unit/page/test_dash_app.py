@@ -11,22 +11,21 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
-from unittest.mock import AsyncMock
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from tests.unit.agents.world import experience
 from tests.unit.observability.test_run_state import beat, metrics
-from trinity_mq.bus import BusUnavailable, Envelope, Topology
+from trinity_mq.bus import Envelope, Topology
 from trinity_mq.bus.memory.bus import MemoryBroker, MemoryBus
-from trinity_mq.config import load_config
+from trinity_mq.bus.memory.queues import StreamQueue
+from trinity_mq.config import BrokerConfig, load_config
 from trinity_mq.experience import ExperienceBatch
 from trinity_mq.local_broker.ports import free_ports
 from trinity_mq.messages import Metrics
-from trinity_mq.observability import samples, sources
+from trinity_mq.observability import samples
 from trinity_mq.observability.curves import Curves
 from trinity_mq.observability.diagnosis import Room
 from trinity_mq.observability.experiences.token_texts import TokenTexts
@@ -50,6 +49,7 @@ from trinity_mq.telemetry.evaluations.log import (
     read_evaluations,
 )
 from trinity_mq.telemetry.jsonline import dump_line
+from trinity_mq.testing.virtual_time import run_virtually
 
 PAGE_BYTES = 300_000
 
@@ -490,23 +490,34 @@ def test_news_have_the_time_at_which_they_happened() -> None:
     ]
 
 
-async def test_reviews_that_nobody_reads_any_more_take_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Lost:
-        changed = SimpleNamespace(wait=AsyncMock(side_effect=BusUnavailable("away")))
-
-        @contextlib.asynccontextmanager
-        async def following(self) -> AsyncIterator[Lost]:
-            yield self
-
-        def pending(self) -> list[object]:
-            return []
-
-    monkeypatch.setattr(sources, "ReviewStream", lambda *_: Lost())
+def test_reviews_that_nobody_reads_any_more_take_no_verdict() -> None:
+    """Retention cuts unread events in an outage, and an alarm then keeps the reader from asking anew."""
+    config, topology, broker = BrokerConfig(), Topology("r"), MemoryBroker()
     source = BrokerSource(lambda: None, RunState("r", 10))
-    bus: Any = SimpleNamespace(wait_usable=AsyncMock(side_effect=TimeoutError))
-    with pytest.raises(TimeoutError):  # ends the loop once it waits for the broker
-        await source._reviews(bus, Topology("r"))
-    assert source.reviews is None
+
+    async def story() -> None:
+        bus, operator = (MemoryBus(broker, topology, config=config) for _ in range(2))
+        await bus.connect()
+        await operator.connect()
+        await operator.declare(topology.review)
+        reading = asyncio.create_task(source._reviews(bus, topology))
+        await asyncio.sleep(10)
+        assert source.reviews is not None
+        broker.drop(bus, delay=5.0)
+        for _ in range(2):
+            await operator.publish(topology.exchange("review"), "request", Envelope(body=b"x", kind="review_request"))
+        stream = broker.queues[topology.review.name]
+        assert isinstance(stream, StreamQueue)
+        stream.trim(stream.depth - 1)
+        broker.block()
+        await asyncio.sleep(config.publish_timeout + 10)
+        assert source.reviews is None
+        broker.unblock()
+        await asyncio.sleep(10)
+        assert source.reviews is not None
+        reading.cancel()
+
+    run_virtually(story(), limit=1000)
 
 
 def test_runs_on_a_broker_are_known_by_the_names_of_queues() -> None:

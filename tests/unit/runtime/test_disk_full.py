@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -11,8 +12,6 @@ from pathlib import Path
 import pytest
 import structlog
 
-from trinity_mq.config import load_config
-from trinity_mq.runtime import serve
 from trinity_mq.runtime.errors import EXIT_DISK_FULL, EXIT_FATAL, FatalError
 from trinity_mq.runtime.process import disk_full_message
 from trinity_mq.telemetry import MetricsWriter, setup_logging
@@ -22,16 +21,23 @@ pytestmark = pytest.mark.skipif(not FULL.exists(), reason="this system has no /d
 DAEMON = """
 import errno, sys
 from trinity_mq.config import load_config
+from trinity_mq.runtime.errors import FatalError
 from trinity_mq.runtime.serve import run_daemon
 
 
 def build(bus, topology):
-    raise OSError(errno.ENOSPC, "No space left on device", "runs/w/state/explorer.sqlite")
+    raise {error}
 
 
-config = load_config({"name": "w", "model": {"tiny": {}}, "run_dir": sys.argv[1], "broker": {"url": "amqp://h/"}})
+config = load_config({{"name": "w", "model": {{"tiny": {{}}}}, "run_dir": sys.argv[1], "broker": {{"url": "amqp://h/"}}}})
 sys.exit(run_daemon(config, "explorer-0", "explorer", build))
 """
+
+
+def run_failing_daemon(folder: Path, error: str) -> subprocess.CompletedProcess[str]:
+    """Run an agent in a process of its own that fails with an error, given as an expression."""
+    argv = [sys.executable, "-c", DAEMON.format(error=error), str(folder)]
+    return subprocess.run(argv, capture_output=True, text=True, check=False, env=dict(os.environ))
 
 
 def test_the_path_and_what_to_do_are_said(tmp_path: Path) -> None:
@@ -62,29 +68,23 @@ def test_a_log_on_a_full_disk_is_one_line_and_no_traceback(tmp_path: Path, capfd
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (FatalError("f"), EXIT_FATAL),
-        (OSError(errno.ENOSPC, "No space left on device"), EXIT_DISK_FULL),
-        (KeyError("k"), 1),
+        ("FatalError('f')", EXIT_FATAL),
+        ("OSError(errno.ENOSPC, 'No space left on device')", EXIT_DISK_FULL),
+        ("KeyError('k')", 1),
     ],
 )
 def test_of_several_errors_the_error_that_a_restart_does_not_help_decides(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
+    tmp_path: Path, error: str, code: int
 ) -> None:
-    def fail(_: object) -> None:
-        raise ExceptionGroup("g", [ValueError("v"), ExceptionGroup("inner", [error])])
-
-    for name in ("setup_logging", "start_trace", "_serve"):
-        monkeypatch.setattr(serve, name, lambda *_, **__: None)
-    monkeypatch.setattr(serve, "run_on_fast_loop", fail)
-    config = load_config({"name": "w", "model": {"tiny": {}}, "run_dir": str(tmp_path)})
-    with structlog.testing.capture_logs() as lines:
-        assert serve.run_daemon(config, "runner-0", "runner", lambda *_: pytest.fail("not called")) == code
+    done = run_failing_daemon(tmp_path, f"ExceptionGroup('g', [ValueError('v'), ExceptionGroup('inner', [{error}])])")
+    assert done.returncode == code
+    lines = [json.loads(line) for line in (tmp_path / "logs" / "explorer-0.jsonl").read_text().splitlines()]
     assert "agent_failed" in [line["event"] for line in lines], "the other error is in the log too"
 
 
 def test_an_agent_ends_with_a_code_of_its_own(tmp_path: Path) -> None:
-    argv = [sys.executable, "-c", DAEMON, str(tmp_path)]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, env=dict(os.environ))
+    path = "runs/w/state/explorer.sqlite"
+    done = run_failing_daemon(tmp_path, f"OSError(errno.ENOSPC, 'No space left on device', '{path}')")
     assert done.returncode == EXIT_DISK_FULL
     assert done.stderr.startswith("explorer: runs/w/state/explorer.sqlite: the disk is full (No space left on device)")
     assert len(done.stderr.splitlines()) == 1

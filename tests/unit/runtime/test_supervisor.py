@@ -8,14 +8,21 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PosixPath
+from typing import NoReturn
 
 import pytest
 
 from trinity_mq.config import SupervisorConfig
 from trinity_mq.runtime.errors import EXIT_DISK_FULL, EXIT_FATAL, EXIT_RECYCLE
 from trinity_mq.runtime.processes.exit_reasons import exit_reason
-from trinity_mq.runtime.processes.supervisor import ProcessEvent, ProcessSpec, Supervisor, exponential_backoff
+from trinity_mq.runtime.processes.supervisor import (
+    EXIT_NOT_STARTED,
+    ProcessEvent,
+    ProcessSpec,
+    Supervisor,
+    exponential_backoff,
+)
 
 FOREVER = "import signal; print('up', flush=True); signal.pause()"
 GENTLE = """
@@ -180,24 +187,27 @@ async def test_a_program_that_is_not_there_fails_with_its_name(make: Make, watch
     )
 
 
-@pytest.mark.parametrize(
-    ("number", "code", "words"),
-    [
-        (errno.ENOSPC, EXIT_DISK_FULL, "a.out: the disk is full"),
-        (errno.EACCES, 127, "a.out cannot be opened: Permission"),
-    ],
-)
-async def test_an_output_file_that_cannot_be_opened_is_named(
-    make: Make, watcher: Watcher, monkeypatch: pytest.MonkeyPatch, number: int, code: int, words: str
-) -> None:
-    def refuse(path: Path, *_: object) -> None:
-        raise OSError(number, os.strerror(number), str(path))
-
-    supervisor = make(spec("a", FOREVER))
-    monkeypatch.setattr(Path, "open", refuse)
+async def test_an_output_file_that_cannot_be_opened_is_named(make: Make, watcher: Watcher, tmp_path: Path) -> None:
+    (tmp_path / "a.out").mkdir()
     async with asyncio.timeout(30):
-        assert await supervisor.run() == code
-    assert words in watcher.events[-1].reason
+        assert await make(spec("a", FOREVER)).run() == EXIT_NOT_STARTED
+    assert f"{tmp_path}/a.out cannot be opened: Is a directory" in watcher.events[-1].reason
+
+
+class OnFullDisk(PosixPath):
+    """A path on a disk that has no room for another file."""
+
+    def open(self, *_: object, **__: object) -> NoReturn:  # type: ignore[override]
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))
+
+
+async def test_an_output_file_for_which_the_disk_has_no_room_is_named(watcher: Watcher, tmp_path: Path) -> None:
+    supervisor = Supervisor(
+        [spec("a", FOREVER)], config=SupervisorConfig(), log_dir=OnFullDisk(tmp_path), on_event=watcher
+    )
+    async with asyncio.timeout(30):
+        assert await supervisor.run() == EXIT_DISK_FULL
+    assert f"{tmp_path}/a.out: the disk is full" in watcher.events[-1].reason
 
 
 @pytest.mark.parametrize("code", [EXIT_FATAL, EXIT_DISK_FULL])

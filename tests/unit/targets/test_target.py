@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,7 @@ import yaml
 from trinity_mq.cli.main import main
 from trinity_mq.config import Config, ConfigError, load_config
 from trinity_mq.errors import CommandError
-from trinity_mq.targets import connection
+from trinity_mq.local_broker.node import find_rabbitmq
 from trinity_mq.targets.connection import find_target, open_bus
 from trinity_mq.targets.run_folder import RunFolder
 from trinity_mq.targets.target import load_target_configuration
@@ -85,22 +82,10 @@ def test_the_broker_of_a_run_that_was_killed_is_not_taken_for_one(here: Path) ->
         assert find_target(words("mine")).broker.url == "amqp://lives/"
 
 
-async def test_an_error_while_the_private_broker_of_a_stopped_run_is_used_comes_as_it_is(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    @asynccontextmanager
-    async def broker(*_: object) -> AsyncIterator[str]:
-        async with asyncio.TaskGroup() as group:
-            keeping = group.create_task(asyncio.sleep(60))
-            yield "amqp://h/"
-            keeping.cancel()
-
-    @asynccontextmanager
-    async def bus(*_: object) -> AsyncIterator[tuple[None, None]]:
-        yield None, None
-
-    monkeypatch.setattr(connection, "private_broker", broker)
-    monkeypatch.setattr(connection, "connect_bus", bus)
+@pytest.mark.broker
+@pytest.mark.timeout(180)
+@pytest.mark.skipif(find_rabbitmq() is None, reason="RabbitMQ is not installed here")
+async def test_an_error_while_the_private_broker_of_a_stopped_run_is_used_comes_as_it_is(here: Path) -> None:
     with pytest.raises(CommandError, match="no stream"):
         async with open_bus(find_target(words("mine")), "audit"):
             raise CommandError("no stream")

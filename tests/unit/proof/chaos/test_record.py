@@ -17,9 +17,9 @@ from tests.unit.agents.gateway.world import until as gateway_until
 from tests.unit.agents.trainer.test_audit import BATCHES, SETTINGS
 from tests.unit.gateway.serving import serving, serving_config
 from tests.waiting import until as until_true
-from trinity_agents.gateway.session_stream import SessionStream
 from trinity_agents.simulation import Simulation, killed, until
 from trinity_mq.bus import BusUnavailable, Envelope
+from trinity_mq.bus.memory.bus import MemoryBus
 from trinity_mq.config import Config, load_config
 from trinity_mq.experience import EID, Experience
 from trinity_mq.local_broker.ports import free_ports
@@ -161,16 +161,23 @@ def test_ledger_answers_and_decisions_are_those_of_the_gateways() -> None:
     run_virtually(story())
 
 
-def test_a_stream_of_sessions_that_is_not_read_in_time_is_an_error_of_the_broker(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(SessionStream, "is_ready", lambda _: False)
+class LosingBus(MemoryBus):
+    """A bus whose broker confirms what it then loses."""
 
+    async def publish(
+        self, exchange: str, routing_key: str, envelope: Envelope, *, timeout: float | None = None
+    ) -> bool:
+        return True
+
+
+def test_a_stream_of_sessions_that_is_not_read_in_time_is_an_error_of_the_broker() -> None:
     async def story() -> None:
         world = World()
-        async with world.running() as bus:
-            with pytest.raises(BusUnavailable, match="was not read within 120 s"):
-                await read_sessions(bus, world.topology)
+        bus = world.bus(LosingBus)
+        await bus.connect()
+        with pytest.raises(BusUnavailable, match="was not read within 120 s"):
+            await read_sessions(bus, world.topology)
+        await bus.close()
 
     run_virtually(story())
 
