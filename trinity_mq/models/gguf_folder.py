@@ -55,9 +55,9 @@ def _checked(gguf: Path, where: Path) -> dict[str, Any]:
 
     try:
         reader = GGUFReader(gguf)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # for a file that is cut off or damaged, GGUFReader raises errors of many classes
         reason = getattr(error, "strerror", None) or error
-        raise ModelError(f"{gguf} cannot be read: {reason}; give the path of a GGUF file") from error
+        raise ModelError(f"{gguf} cannot be read: {reason}; give the path of a whole GGUF file") from error
     size = FLOAT32_BYTES * sum(int(tensor.n_elements) for tensor in reader.tensors)
     free, memory = shutil.disk_usage(where).free, psutil.virtual_memory().available
     if free < size + SPARE_BYTES:

@@ -65,12 +65,19 @@ def test_tokens_end_and_are_cut_as_the_model_was_trained(folder: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("content", "why"), [(None, "No such file"), (b"", "empty file"), (b"PK34" * 9, "magic")])
+HEAD = b"GGUF" + bytes((3, 0, 0, 0, *[0] * 8, 1, *[0] * 7))
+"""The beginning of a GGUF file: the magic, the version, and the numbers of its tensors and of its metadata."""
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [(None, "No such file"), (b"", "empty file"), (b"PK34" * 9, "magic"), (HEAD, "out of bounds")],
+)
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None, why: str) -> None:
     gguf = tmp_path / "tiny.gguf"
     if content is not None:
         gguf.write_bytes(content)
-    with pytest.raises(ModelError, match=rf"^{gguf} cannot be read: .*{why}.*; give the path of a GGUF file"):
+    with pytest.raises(ModelError, match=rf"^{gguf} cannot be read: .*{why}.*; give the path of a whole GGUF file"):
         convert(gguf, tmp_path / "made")
 
 

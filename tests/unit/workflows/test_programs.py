@@ -91,6 +91,13 @@ async def test_a_program_has_the_variables_of_the_runner_but_not_those_of_the_ru
     assert "TRINITY_MQ_BROKER_URL" not in last.metrics
 
 
+async def test_a_program_may_print_line_breaks_of_unicode_in_its_answer(tmp_path: Path) -> None:
+    answer = {"reward": 0.5, "metrics": {"one\u2028two\x85three": 1}}
+    ending = f'print("half done", end="\\r")\nprint(json.dumps({answer!r}, ensure_ascii=False))\n'
+    _, last = await run(script(tmp_path, ONCE + ending))
+    assert (last.reward, last.metrics["one\u2028two\x85three"]) == (0.5, 1)
+
+
 @pytest.mark.parametrize(
     ("ending", "error", "words"),
     [

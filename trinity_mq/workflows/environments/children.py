@@ -41,15 +41,19 @@ class BusyProcesses:
     def __init__(self) -> None:
         self._numbers: set[int] = set()
         self._changed = asyncio.Event()
+        self._turn = asyncio.Lock()
 
     async def take(self, at_once: int) -> int:
-        """Wait until fewer than ``at_once`` processes are in use; return the lowest free number."""
-        while len(self._numbers) >= at_once:
-            self._changed.clear()
-            await self._changed.wait()
-        number = next(number for number in itertools.count() if number not in self._numbers)
-        self._numbers.add(number)
-        return number
+        """Wait until fewer than ``at_once`` processes are in use; return the lowest free number. Runs are served in the
+        order of their calls: otherwise runs with a higher limit could keep a run with a lower limit waiting for ever.
+        """
+        async with self._turn:
+            while len(self._numbers) >= at_once:
+                self._changed.clear()
+                await self._changed.wait()
+            number = next(number for number in itertools.count() if number not in self._numbers)
+            self._numbers.add(number)
+            return number
 
     def release(self, number: int) -> None:
         """Let another run use a process."""
@@ -68,8 +72,9 @@ class ChildArguments(Arguments):
     """Path of the Python that has the environment's packages, such as ``envs/scienceworld/bin/python``. Empty: the
     runner's."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of the process. Of the runner's variables it gets only ``HOME``, ``LANG``, ``LC_*``,
-    ``PATH``, ``PYTHON*``, ``TMPDIR`` and ``TZ``, so that it sees no keys.
+    """Environment variables of the process. Of the runner's variables it gets only ``DOCKER_HOST``, ``HOME``,
+    ``JAVA_HOME``, ``LANG``, ``LC_*``, ``LD_LIBRARY_PATH``, ``PATH``, ``PYTHON*``, ``TMPDIR`` and ``TZ``, so that it
+    sees no keys.
     """
     at_once: int = Field(default=8, ge=1)
     """Maximum environments of the program at a time in each runner, of all tasks together. Waiting counts towards

@@ -121,11 +121,12 @@ async def run_once(program: Program, request: Mapping[str, Any], env: Mapping[st
         out, err = await process.communicate(json.dumps(request).encode() + b"\n")
     finally:
         _kill(process)
-    lines = out.decode(errors="replace").strip().splitlines()
+    # lines of bytes end at line feeds and carriage returns: JSON may contain the other line breaks of a text's lines
+    lines = out.strip().splitlines()
     if process.returncode:
         error_output = " | ".join(err.decode(errors="replace").strip().splitlines()[-TAIL:])[-1000:]
         raise SandboxFailed(f"{program.name} ended with {process.returncode}: {error_output}", kind="environment")
-    return _parse_object(lines[-1] if lines else "", program)
+    return _parse_object(lines[-1].decode(errors="replace") if lines else "", program)
 
 
 class _ProgramProcess:
