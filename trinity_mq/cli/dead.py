@@ -43,7 +43,7 @@ def list_dead(arguments: argparse.Namespace) -> int:
     target = find_target(arguments)
     letters, total = run_until_complete(_letters(target, arguments.limit))
     if not total:
-        arguments.is_empty = True
+        arguments.is_last = True
         print(f"run {target.run!r} has no dead letters")
         return 0
     rows = [row(letter) for letter in letters]

@@ -52,7 +52,8 @@ def inspect(arguments: argparse.Namespace) -> int:
         return show_evaluations(arguments)
     choice = ExperienceFilter(arguments.batch, arguments.task, arguments.run, arguments.step)
     path = Path(arguments.target)
-    if is_body_file(path):
+    if _is_body_file(path):
+        arguments.is_last = True
         return _show_file(path, choice, arguments)
     target = find_target(arguments, arguments.blob_store)
     printer = Printer(open_token_texts(arguments, target.config), arguments)
@@ -62,7 +63,7 @@ def inspect(arguments: argparse.Namespace) -> int:
     return verdict(summary, printer, choice, target.run)
 
 
-def is_body_file(path: Path) -> bool:
+def _is_body_file(path: Path) -> bool:
     """Return whether TARGET is a file of experiences, by its suffix or its first bytes, and not a run."""
     if path.suffix == BODY_SUFFIX:
         return True

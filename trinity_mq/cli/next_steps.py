@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Mapping
-from pathlib import Path
 
 NEXT: Mapping[str, str] = {
     "validate": "trinity-mq run {target}",
@@ -39,21 +38,16 @@ EXAMPLE_TARGET = "example:arithmetic"
 def next_step(arguments: argparse.Namespace) -> str | None:
     """Return the line about the next step, or None to print nothing: the command is not in :data:`NEXT`, has
     followed a run, has printed output for programs or the plan of one of several machines (``--only``), or has printed
-    an empty list, for which it sets ``arguments.is_empty``.
+    an empty list or a file that no other command takes, for which it sets ``arguments.is_last``.
     """
     words = [arguments.command, getattr(arguments, "action", None)]
     text = NEXT.get(" ".join(filter(None, words))) or NEXT.get(arguments.command)
     ends_with_run = getattr(arguments, "follow", False)
-    is_silent = getattr(arguments, "json", None) or getattr(arguments, "is_empty", False)
+    is_silent = getattr(arguments, "json", None) or getattr(arguments, "is_last", False)
     is_silent = is_silent or getattr(arguments, "only", None)  # the plan of one of several machines
     if text is None or ends_with_run or is_silent:
         return None
     target = getattr(arguments, "target", None) or EXAMPLE_TARGET
-    if arguments.command == "inspect":
-        from trinity_mq.cli.inspect import is_body_file
-
-        if is_body_file(Path(target)):  # no other command takes such a file
-            return None
     has_broker = getattr(arguments, "broker", None) is not None
     return "next: " + text.format(
         target=shlex.join([str(target), *getattr(arguments, "overrides", [])]),

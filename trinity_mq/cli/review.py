@@ -63,7 +63,7 @@ def list_reviews(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([as_dict(review, now) for review in selection], ensure_ascii=False))
     elif not selection:
-        arguments.is_empty = True
+        arguments.is_last = True
         print("no run waits for a verdict")
     else:
         print("\n".join(line for review in selection for line in summary_lines(review, now)))

@@ -16,7 +16,7 @@ from trinity_mq.cli import main as cli
 from trinity_mq.cli.next_steps import NEXT, next_step
 from trinity_mq.config import load_config, load_stages
 from trinity_mq.config.loading.examples import EXAMPLES, example_names
-from trinity_mq.experience.codec.body import MAGIC
+from trinity_mq.experience import Experience
 
 
 def run(*words: str) -> int:
@@ -155,7 +155,6 @@ class TestAnAgentOfOnesOwn:
     ("words", "line"),
     [
         (["validate", "a b.yaml", "name=x y"], "trinity-mq run 'a b.yaml' 'name=x y'"),
-        (["inspect", "x.tmqx"], None),
         (["inspect", "x", "--json"], None),
         (["inspect", "x"], "trinity-mq audit x: which experiences made a checkpoint"),
         (
@@ -174,9 +173,13 @@ def test_the_next_step_is_a_command_that_works(words: list[str], line: str | Non
     assert next_step(cli.argument_parser().parse_args(words)) == (line and f"next: {line}")
 
 
-def test_a_file_of_experiences_without_the_suffix_has_no_next_step(tmp_path: Path) -> None:
-    (tmp_path / "seen").write_bytes(MAGIC)
-    assert next_step(cli.argument_parser().parse_args(["inspect", str(tmp_path / "seen")])) is None
+@pytest.mark.parametrize("name", ["seen.tmqx", "seen"])
+def test_no_other_command_takes_a_file_of_experiences(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_bytes(Experience.serialize_many([Experience(tokens=[1, 2], prompt_length=1)]))
+    assert cli.main(["inspect", str(tmp_path / name)]) == 0
+    assert "next:" not in capsys.readouterr().err
 
 
 def test_every_next_step_begins_with_a_command_and_an_action_that_exist() -> None:
