@@ -294,7 +294,7 @@ class Scheduler:
         except BaseException:
             batch.put_back(taken)
             raise
-        taken = [task for task in taken if task.ticket.ticket in batch.tickets]  # abort_batch may have run meanwhile
+        taken = [task for task in taken if task.ticket.ticket in batch.tickets]  # abort_batch may have run
         batch.returned(taken)
         delivered = [task for task in taken if task.ticket.deliver == "caller"]
         experiences = [
