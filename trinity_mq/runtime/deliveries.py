@@ -97,8 +97,8 @@ async def dead_letter(
     """Publish a copy of a body to ``dead`` with its reason. The caller acknowledges the original afterwards.
 
     A body too large to publish is rejected instead: from a queue the broker moves it to ``dead``, on a stream it stays
-    where it is, and only our log has the reason. ``past`` is the history of the message, by default its deliveries
-    before this delivery.
+    where it is, and only our log has the reason. The same holds for a body that was encoded again. ``past`` is the
+    history of the message, by default its deliveries before this delivery.
     """
     past = past or DeliveryHistory.of(incoming)
     log.warning(
@@ -108,9 +108,10 @@ async def dead_letter(
         message_id=incoming.message_id,
         deliveries=past.count,
     )
-    if len(incoming.body) > bus.max_message_bytes and isinstance(incoming, Delivery):
-        with contextlib.suppress(StaleDelivery):  # stale: the broker redelivers the message, and it is handled then
-            await incoming.reject()
+    if len(incoming.body) > bus.max_message_bytes:
+        if isinstance(incoming, Delivery):
+            with contextlib.suppress(StaleDelivery):  # stale: the broker redelivers the message, and it is handled then
+                await incoming.reject()
         return
     _, left_out = outside_headers(incoming.headers)
     headers: dict[str, HeaderValue] = {

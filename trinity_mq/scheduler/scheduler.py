@@ -284,17 +284,19 @@ class Scheduler:
         async with self._collector.reading([task for task in batch.tickets.values() if task.deliver == "caller"]):
             count = await self._wait_for_tasks(batch, min_num, timeout, clear_timeout_tasks)
         taken = batch.take(count)
-        delivered = [task for task in taken if task.ticket.deliver == "caller"]
         by_ticket: dict[str, tuple[Ticket, list[TaskResult]]] = {}
-        for task in delivered:
-            by_ticket.setdefault(task.ticket.ticket, (task.ticket, []))[1].extend(task.results)
+        for task in taken:
+            if task.ticket.deliver == "caller":
+                by_ticket.setdefault(task.ticket.ticket, (task.ticket, []))[1].extend(task.results)
         try:
             for ticket, results in by_ticket.values():
                 await self._collector.ensure(ticket, results)
         except BaseException:
             batch.put_back(taken)
             raise
+        taken = [task for task in taken if task.ticket.ticket in batch.tickets]  # abort_batch may have run
         batch.returned(taken)
+        delivered = [task for task in taken if task.ticket.deliver == "caller"]
         experiences = [
             experience for task in delivered for experience in self._collector.pop(task.ticket, task.results)
         ]

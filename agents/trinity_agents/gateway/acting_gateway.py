@@ -61,6 +61,8 @@ once."""
 T = TypeVar("T")
 REPLAYED = ("messages", "tools", "prompt")
 """Fields of a session's first request that are copied into the task of its replay."""
+MOST_REASON = 1000
+"""Maximum characters of the reason of a refusal, which may quote any text of the message."""
 AT_ONCE = 64
 """Maximum number of concurrent publishes."""
 RESUBMIT_SECONDS = 600.0
@@ -183,6 +185,7 @@ class ActingGateway:
             await self._refused(event.origin, _incoming(event, self._topology), reason)
 
     async def _refused(self, offset: int, what: Incoming, reason: str) -> None:
+        reason = reason[:MOST_REASON]
         await dead_letter(self._bus, self._topology, what, reason, self._id)
         refused = SessionRefused(offset=offset, reason=reason)
         await self._store.publish(refused, f"refused-{offset}")

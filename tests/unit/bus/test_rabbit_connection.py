@@ -19,7 +19,8 @@ from aiormq.exceptions import (
 from pamqp.commands import Basic
 from tenacity import RetryCallState
 
-from trinity_mq.bus.base import BusRefused, BusUnavailable, QueueGone
+from trinity_mq.bus.base import BusRefused, BusUnavailable, Lock, QueueGone
+from trinity_mq.bus.rabbit import bus as rabbit_bus
 from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.rabbit.connection import BrokerConnectError, InequivalentError, Locked, _drain, amqp_errors
 from trinity_mq.bus.rabbit.consumer import RabbitConsumer
@@ -144,6 +145,51 @@ def test_a_cancellation_that_meets_the_end_of_an_attempt_ends_the_routine(ends_w
             await bus.wait_usable()
 
     run_virtually(closed_while_it_connects(), limit=60)
+
+
+async def test_a_lock_that_another_connection_took_is_not_held_while_it_is_taken_again() -> None:
+    bus = RabbitBus("amqp://nobody@127.0.0.1:1/", Topology("r"), config=BrokerConfig(), name="test")
+    lock = bus._locks["q"] = Lock("q", bus._release)
+    held = []
+
+    async def depth(_name: str) -> int:
+        raise Locked("it belongs to another connection")
+
+    async def own_again(_name: str) -> None:
+        held.append(lock.held)
+        await lock.release()  # its agent ends meanwhile
+        raise Locked("it still does")
+
+    admin: Any = SimpleNamespace(depth=depth, own_again=own_again)
+    bus._admin = admin
+    await bus._look_for_own_queues()
+    assert held == [False]
+    assert not bus._locks
+    async with asyncio.timeout(1):
+        await lock.wait_lost()
+
+
+async def test_an_unexpected_error_of_the_look_for_queues_does_not_end_the_reconnect_routine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rabbit_bus, "LOOK_SECONDS", 0.01)
+    looked, repaired = asyncio.Event(), asyncio.Event()
+
+    class FailingBus(RabbitBus):
+        async def _look_for_own_queues(self) -> None:
+            looked.set()
+            raise ValueError("unexpected")
+
+        async def _repair(self) -> None:
+            repaired.set()
+
+    bus = FailingBus("amqp://nobody@127.0.0.1:1/", Topology("r"), config=BrokerConfig(), name="test")
+    bus._routine = asyncio.create_task(bus._keep())
+    async with asyncio.timeout(10):
+        await looked.wait()
+        bus._broken.set()
+        await repaired.wait()
+    await bus.close()
 
 
 class FlakyError(Exception):

@@ -461,6 +461,21 @@ async def test_an_abort_while_the_broker_is_asked_for_waiting_slices_returns_not
         assert await scheduler.get_results(1, timeout=0.5) == ([], [])
 
 
+async def test_an_abort_while_experiences_are_read_returns_nothing() -> None:
+    stage = Stage()
+    async with stage.up() as scheduler:
+        ensure = scheduler._collector.ensure
+
+        async def aborted_meanwhile(*which: Any) -> None:
+            await ensure(*which)
+            await scheduler.abort_batch(1)
+
+        scheduler._collector.ensure = aborted_meanwhile  # type: ignore[method-assign]
+        scheduler.schedule(tasks(2), 1)
+        assert await scheduler.get_results(1) == ([], [])
+        assert not scheduler.has_step(1)
+
+
 async def test_slices_that_share_a_message_are_all_counted_as_pending() -> None:
     async with Stage(runner=False).up() as scheduler:
         scheduler.dispatcher._group_size = lambda ticket: 16  # type: ignore[method-assign]

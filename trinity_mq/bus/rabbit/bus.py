@@ -230,8 +230,12 @@ class RabbitBus(Bus):
                 async with asyncio.timeout(LOOK_SECONDS):
                     await self._broken.wait()
             except TimeoutError:
-                with contextlib.suppress(BrokerConnectError, BusRefused):  # the connection reports its own loss
+                try:
                     await self._look_for_own_queues()
+                except (BrokerConnectError, BusRefused):
+                    pass  # the connection reports its own loss
+                except Exception:  # without this routine the bus would never reconnect
+                    log.exception("own_queues_not_seen", bus=self._name)
                 continue
             self._broken.clear()
             await retrying(Exception, before_sleep=self._note_failure)(self._repair)
@@ -248,9 +252,13 @@ class RabbitBus(Bus):
             if is_own and await self._admin.is_lost(consumer.queue.name):
                 consumer.detach()
         for lock in tuple(self._locks.values()):
-            if lock.held and await self._admin.is_lost(lock.queue):
-                log.warning("lock_taken_again", lock=lock.queue, reason="the broker deleted its queue")
-                await self._retake_locks()
+            try:
+                if not lock.held or await self._admin.depth(lock.queue) is not None:
+                    continue
+            except Locked:
+                lock.held = False  # another connection has it now, so this agent must not act
+            log.warning("lock_queue_gone", lock=lock.queue, action="take it again")
+            await self._retake_locks()
 
     async def _repair(self) -> None:
         """Reopen closed connections and channels, and rebuild their state: locks, then queues, then consumers, then
@@ -298,7 +306,7 @@ class RabbitBus(Bus):
             except Locked as error:
                 log.error("lock lost to another connection", lock=lock.queue, broker=str(error))
                 lock.reconnected(retaken=False)
-                del self._locks[lock.queue]
+                self._locks.pop(lock.queue, None)
             else:
                 lock.reconnected(retaken=True)
 

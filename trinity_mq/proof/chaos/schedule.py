@@ -195,7 +195,7 @@ def _check(fault: Fault, path: Path) -> None:
     wrong: list[str] = []
     if fault.role not in ROLES:
         wrong.append(f"role is {fault.role!r}, wanted one of {', '.join(ROLES)}")
-    if fault.kind not in KINDS:
+    if fault.kind not in (*KINDS,):
         wrong.append(f"kind is {fault.kind!r}, wanted one of {', '.join(KINDS)}")
     if fault.point is not None and fault.point not in (*POINTS, *INSIDE):
         wrong.append(f"point is {fault.point!r}, wanted null or one of {', '.join((*POINTS, *INSIDE))}")
@@ -205,7 +205,7 @@ def _check(fault: Fault, path: Path) -> None:
     numbers = {name: getattr(fault, name) for name in ("pick", "wait", "seconds", "occurrence")}
     if others := {name: value for name, value in numbers.items() if not isinstance(value, int | float)}:
         wrong += [f"{name} is {value!r}, wanted a number" for name, value in others.items()]
-    elif not 0 <= fault.pick <= 1 or fault.wait < 0 or fault.seconds < 0 or fault.occurrence < 1:
+    elif not (0 <= fault.pick <= 1 and fault.wait >= 0 and fault.seconds >= 0 and fault.occurrence >= 1):
         wrong.append("pick must be from 0 to 1, wait and seconds at least 0, occurrence at least 1")
     if wrong:
         raise CommandError(f"{path}, fault {fault.number}: {'; '.join(wrong)}")

@@ -709,6 +709,20 @@ async def reward(bus: Any, world: World, message_id: str = "", **body: Any) -> N
     await bus.publish(world.topology.exchange("sessions"), "session", message)
 
 
+async def test_a_message_of_the_largest_size_that_no_session_takes_does_not_end_the_gateway() -> None:
+    world = World()
+    async with world.running() as bus, world.gateway() as store:
+        most = bus.max_message_bytes
+        await reward(bus, world, "nobody", session="s" * (most - 40), reward=1.0)  # larger as MessagePack
+        await reward(bus, world, "somebody", session="s" * (most - 1000), reward=1.0)
+        await asyncio.sleep(30)
+        assert [len(reason) for reason in world.dead] == [1000]
+        assert not store.ledger.unknown_events()
+        await world.session(store, "a")
+        await end(store, "a")
+        await reaches(store, "a", "trained")
+
+
 async def test_refused_rewards_become_dead_letters_once() -> None:
     world = World()
     async with world.running() as bus:

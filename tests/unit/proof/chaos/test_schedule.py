@@ -92,6 +92,8 @@ def test_a_file_holds_all_of_it(tmp_path: Path) -> None:
         ({"role": "runner", "point": "decision_confirmed"}, "which only a gateway passes, not a runner"),
         ({"pick": 1.5}, "pick must be from 0 to 1"),
         ({"wait": -1.0}, "wait and seconds at least 0"),
+        ({"wait": float("nan")}, "wait and seconds at least 0"),
+        ({"kind": []}, r"kind is \[\], wanted one of"),
         ({"wait": "3"}, "wait is '3', wanted a number"),
         ({"pick": None, "point": []}, r"point is \[\], wanted null or .*pick is None, wanted a number"),
     ],
