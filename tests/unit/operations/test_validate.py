@@ -344,7 +344,7 @@ def test_programs_that_this_machine_does_not_have_are_named(
 ) -> None:
     (tmp_path / "t.jsonl").write_text('{"question": "q", "answer": "a"}\n')
     taskset = f"name: mine, path: {tmp_path}/t.jsonl, workflow: {workflow}, workflow_args: {arguments}"
-    text = f"name: x\nmodel: {{tiny: {{}}}}\nbuffer: {{taskset: {{{taskset}}}}}"
+    text = f"name: x\nmodel: {{tiny: {{}}}}\nbuffer: {{total_steps: 1, taskset: {{{taskset}}}}}"
     assert main(["validate", write(tmp_path, text)]) == 0
     warnings = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
     assert len(warnings) == len(words)
