@@ -110,7 +110,7 @@ def test_a_service_that_is_away_is_asked_again_and_keeps_nothing_from_the_others
 def folder_of_a_run(tmp_path: Path, **monitor: Any) -> Path:
     folder = tmp_path / "run"
     folder.mkdir()
-    (folder / "config.yaml").write_text(yaml.safe_dump({**SETTINGS, "monitor": monitor}))
+    (folder / "config.yaml").write_text(yaml.safe_dump({**SETTINGS, "run_dir": str(folder), "monitor": monitor}))
     write(folder, 1, 2, 3)
     return folder
 
@@ -201,7 +201,7 @@ async def test_a_run_whose_service_is_away_ends_and_says_how_to_send_the_rest(
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     said: list[str] = []
     folder = folder_of_a_run(tmp_path, trackers=[{"kind": "mlflow"}])
-    config = load_config(folder / "config.yaml", [f"run_dir={folder}"])
+    config = load_config(folder / "config.yaml")
     process = TrackerProcess(config, RunFolder(config), said.append)
     await process.start()
     await process.end()
