@@ -160,7 +160,7 @@ class FuzzedRun(Simulation):
         self.dice = random.Random(self.seed)
         self.taskset, self.eval_sets, self.step_seconds = None, {}, 0.01
         schedule = draw_schedule(0)
-        self._settings = replace(schedule.settings, failing=0.0, empty=0.0, crashing=0.0, token_seconds=0.0)
+        self._settings = replace(schedule.settings, failing=0.0, crashing=0.0, token_seconds=0.0)
         self.engine = SimulatedEngine("engine-0", self._settings, ())
         self._replies = Queue(name=f"{self.topology.prefix}replies.submit.fuzz")
         self._trained: set[str] = set()
