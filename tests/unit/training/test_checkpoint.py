@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import json
 import os
 import pickle
@@ -538,6 +539,26 @@ def test_a_checkpoint_of_ones_own_is_read_whatever_its_types(checkpoint: Path) -
     parts = read_parts(checkpoint, {"policy": state})
     assert all(torch.equal(state[name], one) for name, one in some_tensors().items())
     assert parts["other"].tensors["scalar"].item() == 3.5
+
+
+class OlderPickler(pickle.Pickler):
+    """Writes members of enumerations as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+def test_an_index_of_debians_python_is_read_and_its_getattr_reaches_nothing_else(
+    checkpoint: Path, read: Reader
+) -> None:
+    content = pickle.loads(index_of(checkpoint).read_bytes())
+    with index_of(checkpoint).open("wb") as file:
+        OlderPickler(file).dump(content)
+    assert b"getattr" in index_of(checkpoint).read_bytes()
+    read(checkpoint, some_tensors())
+    index_of(checkpoint).write_bytes(b"cbuiltins\ngetattr\n(ctorch\nSize\nX\x08\x00\x00\x00__base__tR.")
+    with pytest.raises(DamagedCheckpointError, match="wanted a memory format"):
+        read(checkpoint, some_tensors())
 
 
 @pytest.mark.parametrize("where", ["index", "planner data", "a value", "a name"])

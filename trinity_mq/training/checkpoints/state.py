@@ -66,7 +66,19 @@ _CLASSES = (
     _MEM_FORMAT_ENCODING,
     _StorageInfo,
 )
+
+
+def _memory_format(enumeration: object, name: object) -> _MEM_FORMAT_ENCODING:
+    """Return a member of the enumeration of memory formats. Python 3.11.0 to 3.11.3 write members as attributes."""
+    if enumeration is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
+        raise UnpicklingError(
+            f"the index refers to attribute {name!r:.80} of {enumeration!r:.80}, wanted a memory format"
+        )
+    return _MEM_FORMAT_ENCODING[str(name)]
+
+
 _ADMITTED: dict[tuple[str, str], Any] = {
+    ("builtins", "getattr"): _memory_format,
     **{(cls.__module__, cls.__qualname__): cls for cls in _CLASSES},
     **{("torch", name): dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)},
     ("torch", "Size"): torch.Size,
