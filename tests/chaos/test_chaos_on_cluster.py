@@ -25,7 +25,7 @@ from trinity_mq.bus import Topology, create_bus
 from trinity_mq.config import BrokerConfig, load_config
 from trinity_mq.local_broker.node import PrivateNode, find_rabbitmq
 from trinity_mq.proof.chaos.report import lines
-from trinity_mq.proof.chaos.scenes import launch_run, settings
+from trinity_mq.proof.chaos.scenes import launch_run, possible_faults, settings
 from trinity_mq.proof.chaos.schedule import draw, save
 from trinity_mq.proof.chaos.targets.base import Victim
 from trinity_mq.proof.chaos.targets.local import LocalTargets
@@ -148,7 +148,7 @@ async def test_faults_of_agents_and_nodes_cost_time_and_nothing_else(
             targets.cluster, cluster.tell = cluster, tell
             possible = {
                 role: [kind for kind in kinds if role == "broker" or kind in {"kill", "freeze"}]
-                for role, kinds in targets.possible.items()
+                for role, kinds in possible_faults(targets, config).items()
             }
             schedule = draw(SEED, KILLS, possible, 1.0)
             weights = WeightArchive(config.path / "checkpoints", tmp_path / "weights")

@@ -285,6 +285,12 @@ def _restart_function(bus: Bus, topology: Topology) -> Callable[[str], Awaitable
     return restart
 
 
+def possible_faults(targets: FaultTargets, config: Config) -> dict[str, Sequence[str]]:
+    """Return the possible kinds of faults of each role that the run has."""
+    roles = {*config.agent_counts, "broker", *(["engine"] if "explorer" in config.agent_counts else [])}
+    return {role: kinds for role, kinds in targets.possible.items() if role in roles}
+
+
 def _plan(
     arguments: argparse.Namespace,
     targets: FaultTargets,
@@ -300,11 +306,10 @@ def _plan(
     Raises:
         CommandError: None of the requested faults is possible here, or the schedule cannot be read.
     """
-    roles = {*config.agent_counts, "broker", *(["engine"] if "explorer" in config.agent_counts else [])}
     possible = {
         role: [kind for kind in kinds if kind in arguments.kinds]
-        for role, kinds in targets.possible.items()
-        if role in roles and role in arguments.roles
+        for role, kinds in possible_faults(targets, config).items()
+        if role in arguments.roles
     }
     if not any(possible.values()):
         raise CommandError(
