@@ -1,4 +1,7 @@
-"""``trinity-mq explorer|runner|operator|trainer|gateway``: runs a single agent, or a host of further engines."""
+"""``trinity-mq explorer|runner|operator|trainer|gateway``: runs a single agent.
+
+``trinity-mq explorer --engines-only`` runs no explorer: it hosts further engines for a run.
+"""
 
 from __future__ import annotations
 

@@ -179,25 +179,30 @@ class ExplorerConfig(Section):
 
 class CircuitBreakerConfig(Section):
     """Pauses a lane (training or evaluation) while infrastructure that its slices need is unavailable: a sandbox, a
-    tool, a provider or the environment, but not the model. A slice without a finished run that failed for such a reason
-    is returned to its queue and retried by any runner. It fails for good after 16 tries (``tries_alone`` if no other
-    slice fails at the time), or if other slices succeeded between its tries twice (once if no other slice fails).
+    tool, a provider or the environment, but not the model. A slice has an infrastructure failure if this is the
+    reason why none of its runs finished. The slice then returns to its queue, and any runner retries it.
+
+    The slice fails for good at its 16th infrastructure failure. While its lane is not paused, it also fails for good
+    if, in one runner, two of its retries failed although another slice had succeeded since its previous failure: then
+    the slice itself counts as faulty. If no other slice of the lane fails at the time, ``tries_alone`` failures or one
+    such retry are enough.
 
     The first pause takes 5 seconds. Then the runner tries one slice: if one of its runs finishes, the pause ends; if
-    the slice fails for such a reason again, the next pause is twice as long, up to 300 seconds. While all runners pause
-    a lane, the clocks of its batches and evaluations stand still, and only ``explorer.stall_timeout`` ends the run.
+    the slice has an infrastructure failure again, the next pause is twice as long, up to 300 seconds. While all runners
+    pause a lane, the clocks of its batches and evaluations stand still, and only ``explorer.stall_timeout`` ends the
+    run.
     """
 
     enable: bool = True
-    """``false``: such slices fail at once, and no lane is paused."""
+    """``false``: a slice fails at its first infrastructure failure, and no lane is paused."""
     failures: int = Field(default=8, ge=1)
-    """Number of consecutive failed tries of slices of a lane in one runner, all for such a reason, after which the
-    runner pauses the lane. If all of them are tries of the same slice, 3 are enough. One finished run, or a failure of
-    the task or of its workflow, restarts the count."""
+    """Number of consecutive infrastructure failures of a lane's slices in one runner at which the runner pauses the
+    lane. If all of them are failures of the same slice, 3 are enough. One finished run, or a failure of the task or of
+    its workflow, restarts the count."""
     tries_alone: int = Field(default=8, ge=1)
-    """Maximum number of tries of one slice that fail for such a reason, counted over all runners, if no other slice of
-    the lane fails at the time, so that the slice itself may be at fault. 8 tries take about three minutes, for which a
-    bad task can hold up its batch."""
+    """Number of infrastructure failures, counted over all runners, at which a slice fails for good if no other slice of
+    the lane fails at the time, so that the slice itself may be at fault. 8 failures take about three minutes, for which
+    a bad task can hold up its batch."""
 
 
 class RunnerConfig(Section):

@@ -63,8 +63,10 @@ def report_problem(event: SessionReward | SessionEnd) -> str | None:
 
 
 def merge_metrics(metrics: dict[str, float], reported: Mapping[str, float]) -> None:
-    """Merge reported metrics into the metrics of a session. Metrics that break the rules are skipped: an older release,
-    or many reports, may have put them on the stream.
+    """Merge reported metrics into the metrics of a session.
+
+    Metrics that :func:`metric_problem` refuses are skipped: an older release may have put them on the stream. Once the
+    session has :data:`MAX_METRICS` metrics, new names are skipped: many reports together may have more names.
     """
     for name, value in reported.items():
         if metric_problem(name, value) is None and (name in metrics or len(metrics) < MAX_METRICS):

@@ -36,8 +36,8 @@ def expected_error(error: BaseException) -> BaseException | None:
 
 
 def single_error(error: BaseException) -> BaseException:
-    """Return the error inside exception groups of concurrent tasks that tells the most: an error that tells the user
-    what to do, else the first error. The other errors become notes. An error that is not a group is returned as it is.
+    """Return the most informative error of an exception group: the first error that tells the user what to do, else the
+    first error. The other errors become its notes. An error that is not a group is returned unchanged.
     """
     leaves = list(leaf_errors(error))
     chosen = next((leaf for leaf in leaves if expected_error(leaf) is not None), leaves[0])

@@ -1,4 +1,4 @@
-"""Reads bodies that Trinity wrote before this format existed: ``TRXP`` version 1, and bare pickles of experiences.
+"""Reads legacy bodies, which hold experiences in the formats of Trinity-RFT: ``TRXP`` version 1, and bare pickles.
 
 A child process with limits reads the body (child.py) and answers with experience bodies, so that this process never
 touches the pickle. Values that an experience body cannot hold, such as text arrays in ``info``, are refused. Numpy

@@ -1,5 +1,7 @@
-"""Answers to evaluation questions from a run's folder, for ``trinity-mq inspect --evaluation`` and for the page, which
-shows them by question across the labels at which a set was evaluated.
+"""Shows the answers to evaluation questions, which are stored in a run's folder: on the command line
+(``trinity-mq inspect --evaluation``), and on the page.
+
+The page compares the evaluations of a set: for each question it shows the mean reward and the answers at each label.
 """
 
 from __future__ import annotations

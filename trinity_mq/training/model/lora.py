@@ -116,7 +116,7 @@ class Adapters:
 
     @property
     def file_names(self) -> dict[str, str]:
-        """PEFT file name of each parameter, by parameter name."""
+        """Name of each parameter in a PEFT file, by its name in the model."""
         return {name: f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}" for name in self.parameters}
 
     def _base_weights(self, adapter_names: set[str]) -> Iterator[tuple[str, BaseWeight]]:

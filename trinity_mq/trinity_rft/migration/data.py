@@ -1,4 +1,4 @@
-"""Rules of the table of names for the data: tasksets and the chain of operators have other sections here."""
+"""Rules of the table of names for the data: tasksets and the chain of operators, whose sections differ here."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ FILES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet"}
 SCHEMAS = {"sft": "sft", "sft_is": "sft", "sft_phi": "sft", "dpo": "dpo", "cpt": "cpt"}
 """Schema of the records of a training data source, by the algorithm that trains on them."""
 MIXING = frozenset({"mix", "mix_chord"})
-"""Algorithms whose train steps have experts in addition to rollouts."""
+"""Algorithms whose train steps have expert answers in addition to rollouts."""
 EXPERT_RATIO = 0.5
-"""Trinity-RFT's default share of experts."""
+"""Trinity-RFT's default share of expert answers in a train step."""
 STEP_WISE = frozenset({"multi_step_grpo", "gigpo"})
 """Algorithms of workflows whose runs have an experience for each step."""
 ONE_ANSWER = frozenset(
@@ -49,26 +49,26 @@ ONE_ANSWER = frozenset(
 )
 """Workflows of Trinity-RFT whose runs have one experience each. ``None``: its default workflow."""
 OLD_KEYS = {"workflow": "default_workflow_type", "reward": "default_reward_fn_type"}
-"""Keys of Trinity-RFT for a name in a taskset and for the default of all tasksets, by the kind of the name."""
+"""Trinity-RFT's key for the name of a workflow or reward, by kind; the same in a taskset and in :data:`DEFAULTS`."""
 NEW_KEYS = {"workflow": "workflow", "reward": "reward_fn"}
-"""Keys of a taskset here, by the kind of the name."""
+"""Our key of a taskset for the name of a workflow or reward, by kind."""
 DEFAULTS = "buffer.explorer_input."
-"""Section with the defaults of all tasksets."""
+"""Prefix of the keys of Trinity-RFT's section with the defaults of all tasksets."""
 TASK_PIPELINE = "data_processor.task_pipeline"
 PACKS = "cod."
-"""Section of Connect the Dots: packs of tasks."""
+"""Prefix of the keys of Trinity-RFT's section for Connect the Dots, whose runs solve packs of tasks."""
 PACK_METHOD = "iterative_hint_e2e"
-"""Method of Connect the Dots: hints after each task for the next."""
+"""The only supported method of Connect the Dots: after each task the model writes hints for the next task."""
 PACK_WORKFLOWS = ("cod_grid_navigation_workflow",)
-"""Workflows of packs."""
+"""Supported workflows that solve packs of tasks."""
 PACK_ARGUMENTS = {f"len_{name}_penalty": f"hint_len_{name}_penalty" for name in ("min", "zero", "max")}
-"""Arguments of hints, and their names here."""
+"""Our names of workflow arguments that concern hints, by Trinity-RFT's name; other names are equal."""
 DESCRIPTIONS = [
     f"data_processor.{pipeline}_pipeline.{key}"
     for pipeline in ("task", "experience")
     for key in ("dj_process_desc", "dj_config_path")
 ]
-"""Keys until Trinity-RFT 0.2 that describe work of Data-Juicer."""
+"""Keys up to Trinity-RFT 0.2 that describe the processing of data by Data-Juicer."""
 DATA_JUICER = "data_juicer"
 """Operator that sends a batch to a Data-Juicer server."""
 PADDING = "multi_step_padding"
@@ -87,7 +87,7 @@ class RegisteredName:
     refused: str
     """``yes`` if nothing here replaces it, otherwise empty."""
     text: str
-    """The reason for another name or a refusal, or the needs of the name on this machine."""
+    """Reason for a new name or a refusal; otherwise the requirements of the workflow or reward on this machine."""
 
 
 @cache
@@ -186,7 +186,7 @@ def tasksets(move: SettingsTransfer) -> None:
 
 
 def packs(move: SettingsTransfer) -> None:
-    """Move the section of Connect the Dots to the arguments of the workflows of packs."""
+    """Move the settings of Connect the Dots into the workflow arguments of the tasksets."""
     section = move.take_mapping("cod")
     if not section:
         return

@@ -259,7 +259,8 @@ class ReplaySource(RolloutExtension):
         if batch.replayed:
             self._index.use(groups, self._step)
         for part in parts:
-            fresh_tids = set(fresh[part.ticket])  # without the experts that another source has added since
+            # without the ids of expert answers, which another source added to the part after next() had returned
+            fresh_tids = set(fresh[part.ticket])
             tids = [tid for tid in _with_advantage(part.experiences) if tid in fresh_tids]
             if tids:
                 self._index.add(tids, part.ticket, part.offsets, self._step)
