@@ -119,6 +119,16 @@ def test_many_rewards_of_lineages_are_applied_anew_in_little_time() -> None:
     assert session.lineage_rewards == {f"c{n}": 2.0 for n in range(1000)}
 
 
+def test_many_rewards_of_a_session_are_applied_in_little_time() -> None:
+    stream, rewards = Stream(), 10_000
+    stream.open("a")
+    started = time.process_time()
+    assert [stream.reward("a", 1.0, how="add") for _ in range(rewards)] == ["new"] * rewards
+    assert time.process_time() - started < 3.0
+    assert stream.session("a").reward == rewards
+    assert [stream.reward("a", 1.0, "m7", how="add"), stream.reward("a", 1.0, how="add")] == ["repeated", "new"]
+
+
 def test_many_events_that_no_session_takes_are_refused_in_little_time() -> None:
     stream, events = Stream(), 10_000
     for number in range(events):
