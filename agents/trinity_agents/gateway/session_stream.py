@@ -223,7 +223,7 @@ class SessionStream(EventLog):
 
     async def republish(self, event: Event) -> None:
         """Publish a copy of an event that retention is about to remove; raises the errors of :meth:`publish`, except
-        ContentError: such a copy is left out, with a warning.
+        ContentError and MessageTooLarge: such a copy is left out, with a warning.
 
         The time includes the pauses, so that release 0.1.0, which does not know pauses, sees the same session age.
         """
@@ -232,7 +232,7 @@ class SessionStream(EventLog):
             headers[BY] = OUTSIDE
         try:
             await self.publish(event.body, event.message_id, headers, at=event.at + self.paused)
-        except ContentError as error:  # our copy may exceed the body limits, because it has all optional fields
+        except (ContentError, MessageTooLarge) as error:  # the copy has all optional fields, or the limit was lowered
             log.warning("event_not_republished", message_id=event.message_id, reason=str(error))
 
     def _stamps(self, at: float | None = None) -> dict[str, HeaderValue]:
