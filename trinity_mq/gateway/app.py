@@ -290,8 +290,8 @@ class GatewayApp:
         body = await _parsed(request, FeedbackBody)
         unknown: list[str] = []
         refused: dict[str, str] = {}
-        group = f"{body.task_id}" if self.settings.compares_runs else ""
-        if self.settings.compares_runs and not group:
+        group = ""
+        if self.settings.compares_runs and not (group := str(body.task_id)):
             raise self._group_wanted("give a task_id, the same for answers to the same task", "task_id")
         for name in body.msg_ids:
             # only the first unknown id is waited for: another gateway may have recorded it a moment ago
