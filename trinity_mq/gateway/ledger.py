@@ -86,6 +86,11 @@ class Ledger:
         self.results_offset = 0
         """Offset on the results stream up to which results have been applied."""
 
+    @property
+    def open(self) -> int:
+        """Number of sessions that have not ended."""
+        return len(self.live) - self.over
+
     def get(self, session: str) -> Session | None:
         """Return a session whose opened event has been read. None: it is unknown, or was settled too long ago."""
         return self.live.get(session) or self._settled.get(session)
