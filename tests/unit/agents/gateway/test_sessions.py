@@ -726,6 +726,27 @@ async def test_a_message_of_the_largest_size_that_no_session_takes_does_not_end_
         await reaches(store, "a", "trained")
 
 
+class SlowBus(MemoryBus):
+    """A bus whose broker confirms after a second."""
+
+    async def publish(
+        self, exchange: str, routing_key: str, envelope: Envelope, *, timeout: float | None = None
+    ) -> bool:
+        await asyncio.sleep(1.0)
+        return await super().publish(exchange, routing_key, envelope, timeout=timeout)
+
+
+async def test_many_refused_messages_do_not_hold_sessions_up() -> None:
+    world = World()
+    async with world.running() as bus, world.gateway(bus=world.bus(SlowBus)) as store:
+        await world.session(store, "a")
+        for number in range(100):
+            await reward(bus, world, f"m{number}", session=f"nobody-{number}", reward=1.0)
+        await end(store, "a")
+        await reaches(store, "a", "trained", 60)
+        assert len(world.dead) == 100
+
+
 async def test_refused_rewards_become_dead_letters_once() -> None:
     world = World()
     async with world.running() as bus:
