@@ -98,7 +98,7 @@ class Session:
     removed the events that settled it.
     """
     _ids: set[tuple[str, bool]] = field(default_factory=set, init=False, repr=False, compare=False)
-    """Message id and :attr:`Event.outside` of its events. Once the session is settled: of events from outside only."""
+    """Message id and :attr:`Event.outside` of each of its events. A settled session keeps only entries from outside."""
     _lineages: list[SessionLineage] | None = field(default=None, init=False, repr=False, compare=False)
     """Lineages of the calls. None: the calls have changed since they were built."""
 

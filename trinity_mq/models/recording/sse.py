@@ -70,12 +70,12 @@ class SurrogateRepairer:
 
 
 LATEST = ("finish_reason", "stop_reason", "response_text", "malformed_calls", "prompt_token_ids", "prompt_text")
-"""Fields of a choice of which the latest value counts."""
+"""Fields of a choice. The latest value of each field counts."""
 
 
 @dataclass(slots=True)
 class _Choice:
-    """A choice, as far as its chunks have arrived."""
+    """Assembles the pieces of one choice from their chunks."""
 
     token_ids: list[int] | None = None
     """None: no chunk had token ids."""
