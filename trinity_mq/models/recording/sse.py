@@ -132,8 +132,8 @@ class _Choice:
         if self.is_text:
             return {**choice, "text": written}
         calls = [{**call, "function": dict(call["function"])} for _, call in sorted(self.calls.items())]
-        message = {"content": written, "tool_calls": calls, **({"reasoning_content": thoughts} if thoughts else {})}
-        return {**choice, "message": message}
+        message: dict[str, Any] = {"content": written, "tool_calls": calls}
+        return {**choice, "message": message | ({"reasoning_content": thoughts} if thoughts else {})}
 
 
 class AnswerAssembler:
