@@ -182,7 +182,7 @@ class GatewayApp:
 
     def _opened(self, body: OpenBody) -> tuple[SessionOpened, str]:
         settings, ledger = self.settings.gateway, self.store.ledger
-        if (count := len(ledger.live) - ledger.over) >= settings.max_open:
+        if (count := ledger.open) >= settings.max_open:
             raise Refused(
                 429, f"{count} sessions are open (gateway.max_open); end some", "too_many_sessions", retry_after=10
             )
@@ -247,9 +247,8 @@ class GatewayApp:
         event = SessionReward(session=session.id, **body.model_dump(exclude={"key"}))
         if body.lineage is not None:  # a gateway of release 0.2.0 then rewards this call, and not the whole session
             event = event.model_copy(update={"call": body.lineage})
-        return await self._said(
-            request, session, event, f"reward-{session.id}-{_part_of_id(body.key) or uuid.uuid4().hex}"
-        )
+        key = _part_of_id(body.key) or uuid.uuid4().hex
+        return await self._report(request, session, event, f"reward-{session.id}-{key}")
 
     async def end(self, request: web.Request) -> web.Response:
         """End a session, possibly with a reward, metrics or a replay."""
@@ -262,15 +261,18 @@ class GatewayApp:
         self._conversations.forget(session.id)
         # the same end sent twice gets the same message id and counts once
         digest = hashlib.sha256(body.model_dump_json().encode()).hexdigest()[:16]
-        return await self._said(request, session, event, f"end-{session.id}-{digest}")
+        return await self._report(request, session, event, f"end-{session.id}-{digest}")
 
     async def discard(self, request: web.Request) -> web.Response:
         """End a session with outcome ``discard``. It is not trained on, unless its training was decided before."""
         session = await self._session(request, "discard")
         event = SessionEnd(session=session.id, outcome="discard", reason="deleted")
-        return await self._said(request, session, event, f"end-{session.id}-discard")
+        return await self._report(request, session, event, f"end-{session.id}-discard")
 
-    async def _said(self, request: web.Request, session: Session, event: OutsideEvent, message_id: str) -> web.Response:
+    async def _report(
+        self, request: web.Request, session: Session, event: OutsideEvent, message_id: str
+    ) -> web.Response:
+        """Store an event of a session, and return the response with its effect."""
         if len(session.events) >= self.settings.gateway.max_calls + MAX_REPORTS:
             raise Refused(429, f"session {session.id} has {len(session.events)} events", "too_many_events")
         applied = await self.store.report(event, message_id)
@@ -290,8 +292,8 @@ class GatewayApp:
         body = await _parsed(request, FeedbackBody)
         unknown: list[str] = []
         refused: dict[str, str] = {}
-        group = f"{body.task_id}" if self.settings.compares_runs else ""
-        if self.settings.compares_runs and not group:
+        group = ""
+        if self.settings.compares_runs and not (group := str(body.task_id)):
             raise self._group_wanted("give a task_id, the same for answers to the same task", "task_id")
         for name in body.msg_ids:
             # only the first unknown id is waited for: another gateway may have recorded it a moment ago

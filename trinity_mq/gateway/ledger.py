@@ -43,7 +43,8 @@ EARLY = 1e-3
 class _Unknown:
     """Events of a session whose opened event has not been read."""
 
-    events: list[Event] = field(default_factory=list)
+    events: dict[int, Event] = field(default_factory=dict)
+    """Events by ``origin``."""
     decided: bool = False
 
 
@@ -55,6 +56,8 @@ class Ledger:
         """Unsettled sessions by id, in the order of their opened events."""
         self._settled: OrderedDict[str, Session] = OrderedDict()
         self._unknown: dict[str, _Unknown] = {}
+        self._unknown_names: dict[int, str] = {}
+        """Ids of the sessions in ``_unknown``, by ``origin`` of their events other than decisions."""
         self._submissions: dict[str, list[Session]] = {}
         """Sessions of each task by submission id, until they are settled."""
         self._tickets: dict[str, list[Session]] = {}
@@ -82,6 +85,11 @@ class Ledger:
         """Number of live sessions that belong to a task."""
         self.results_offset = 0
         """Offset on the results stream up to which results have been applied."""
+
+    @property
+    def open(self) -> int:
+        """Number of sessions that have not ended."""
+        return len(self.live) - self.over
 
     def get(self, session: str) -> Session | None:
         """Return a session whose opened event has been read. None: it is unknown, or was settled too long ago."""
@@ -118,7 +126,8 @@ class Ledger:
                 if settled.has(event):
                     return EventEffect("repeated")
                 return EventEffect("refused", reason=settled.refusal_reason(body) or "")
-            self._unknown.setdefault(body.session, _Unknown()).events.append(event)
+            self._unknown.setdefault(body.session, _Unknown()).events[event.origin] = event
+            self._unknown_names[event.origin] = body.session
             return EventEffect(
                 "unknown", reason=f"no session {body.session!r} is known here; POST /sessions opens a session"
             )
@@ -130,11 +139,18 @@ class Ledger:
             self._keys[body.key_hash] = session
         self.counts["opened"] += 1
         self.counts["sampled_out"] += body.sampled_out
-        earlier = self._unknown.pop(body.session, _Unknown()).events
+        earlier = self._forget_unknown(body.session)
         applied = self._add(session, event)
         for early_event in earlier:
             self.apply(early_event)
         return applied
+
+    def _forget_unknown(self, session: str) -> list[Event]:
+        """Remove the kept events of a session, and return them."""
+        events = self._unknown.pop(session, _Unknown()).events
+        for origin in events:
+            self._unknown_names.pop(origin, None)
+        return list(events.values())
 
     def _repeat(self, session: Session | None, event: Event) -> EventEffect:
         """Record the position of the newest copy of an event. The copy that was read first may be a later copy if
@@ -213,8 +229,7 @@ class Ledger:
         for name in unknown:
             later = self._unknown.setdefault(name, _Unknown())
             later.decided = True
-            if not any(later_event is event for later_event in later.events):
-                later.events.append(event)
+            later.events[event.origin] = event
         return unknown[0] if unknown else None
 
     def finish_reading(self) -> None:
@@ -225,7 +240,7 @@ class Ledger:
         decisions = {
             event.origin: event
             for unknown in self._unknown.values()
-            for event in unknown.events
+            for event in unknown.events.values()
             if isinstance(event.body, SessionsDecided)
         }
         for _, event in sorted(decisions.items()):
@@ -305,10 +320,12 @@ class Ledger:
         """Remove the event that ``refused`` names from the events of unknown sessions. An acting gateway has already
         refused it.
         """
-        for name, unknown in list(self._unknown.items()):
-            unknown.events = [event for event in unknown.events if event.origin != refused.offset]
-            if not unknown.events:
-                del self._unknown[name]
+        if (name := self._unknown_names.pop(refused.offset, None)) is None:
+            return
+        events = self._unknown[name].events
+        del events[refused.offset]
+        if not events:
+            del self._unknown[name]
 
     def _settle(self, session: Session) -> None:
         if not session.is_settled or session.id not in self.live:
@@ -349,8 +366,9 @@ class Ledger:
         and events of sessions that a decision names, are dropped. Call this only if the stream had been read to its end
         when these events were read: a session that was settled long ago may have lost its opened event to retention.
         """
-        self._unknown = {name: unknown for name, unknown in self._unknown.items() if not unknown.decided}
-        return [event for unknown in self._unknown.values() for event in unknown.events]
+        for name in [name for name, unknown in self._unknown.items() if unknown.decided]:
+            self._forget_unknown(name)
+        return [event for unknown in self._unknown.values() for event in unknown.events.values()]
 
     def queued(self) -> list[tuple[str, list[Session]]]:
         """Return the tasks without a reported batch, as pairs of submission id and sessions."""

@@ -56,6 +56,10 @@ class Event:
         return same_id or self.origin == other.origin
 
 
+def _origin_of(event: Event) -> int:
+    return event.origin
+
+
 @dataclass(slots=True)
 class Session:
     """State of a session, as far as its events have been read."""
@@ -93,8 +97,8 @@ class Session:
     """True if the outcome is unknown: the session was settled while this gateway did not read the stream, and retention
     removed the events that settled it.
     """
-    taken_outside: frozenset[str] = frozenset()
-    """Message ids of the events that outside programs published, stored when the events are removed."""
+    _ids: set[tuple[str, bool]] = field(default_factory=set, init=False, repr=False, compare=False)
+    """Message id and :attr:`Event.outside` of each of its events. A settled session keeps only entries from outside."""
     _lineages: list[SessionLineage] | None = field(default=None, init=False, repr=False, compare=False)
     """Lineages of the calls. None: the calls have changed since they were built."""
 
@@ -192,9 +196,10 @@ class Session:
 
     def has(self, event: Event) -> bool:
         """Return whether the session already has this event."""
-        if event.outside and event.message_id in self.taken_outside:
+        if (event.message_id, event.outside) in self._ids:
             return True
-        return any(stored_event.is_copy_of(event) for stored_event in self.events)
+        place = bisect.bisect_left(self.events, event.origin, key=_origin_of)
+        return place < len(self.events) and self.events[place].origin == event.origin
 
     def refusal_reason(self, body: Body) -> str | None:
         """Return the reason why the session does not accept an event. Return None if it accepts the event."""
@@ -233,7 +238,7 @@ class Session:
         state is rebuilt from all events.
         """
         in_order = not self.events or event.origin > self.events[-1].origin
-        bisect.insort(self.events, event, key=lambda stored_event: stored_event.origin)
+        self._insert(event)
         if in_order:
             self._then(event)
         else:
@@ -241,14 +246,22 @@ class Session:
 
     def replace(self, later_copy: Event, event: Event) -> None:
         """Replace a later copy of an event by an earlier copy."""
-        self.events.remove(later_copy)
-        bisect.insort(self.events, event, key=lambda stored_event: stored_event.origin)
+        self._remove(later_copy)
+        self._insert(event)
         self._begin_again()
 
     def withdraw(self, event: Event) -> None:
         """Remove an event and its effects."""
-        self.events.remove(event)
+        self._remove(event)
         self._begin_again()
+
+    def _insert(self, event: Event) -> None:
+        bisect.insort(self.events, event, key=_origin_of)
+        self._ids.add((event.message_id, event.outside))
+
+    def _remove(self, event: Event) -> None:
+        self.events.remove(event)
+        self._ids.discard((event.message_id, event.outside))
 
     def _begin_again(self) -> None:
         self.calls, self.call_rewards, self.lineage_rewards, self.metrics, self._lineages = {}, {}, {}, {}, None
@@ -261,7 +274,7 @@ class Session:
     def forget_events(self) -> None:
         """Remove the events of a settled session, and keep the values that users query."""
         self.counts = (self.asked, self.sampled_tokens)
-        self.taken_outside |= frozenset(event.message_id for event in self.events if event.outside)
+        self._ids = {(message_id, outside) for message_id, outside in self._ids if outside}
         self.events, self.calls, self._lineages = [], {}, None
 
     def _then(self, event: Event) -> None:

@@ -178,11 +178,15 @@ class ActingGateway:
 
     async def _refuse(self) -> None:
         """Dead-letter messages that no session takes, and record the refusals on the stream for later readers."""
-        for message in list(self._store.not_taken):
-            await self._refused(message.offset, message.delivery, message.reason)
-        for event in self._store.ledger.unknown_events():
-            reason = f"no session {getattr(event.body, 'session', '')!r} is known; POST /sessions opens a session"
-            await self._refused(event.origin, _incoming(event, self._topology), reason)
+        not_taken = self._store.not_taken
+        await gather_limited(
+            self._refused(offset, message.delivery, message.reason) for offset, message in not_taken.items()
+        )
+        await gather_limited(self._refuse_unknown(event) for event in self._store.ledger.unknown_events())
+
+    async def _refuse_unknown(self, event: Event) -> None:
+        reason = f"no session {getattr(event.body, 'session', '')!r} is known; POST /sessions opens a session"
+        await self._refused(event.origin, _incoming(event, self._topology), reason)
 
     async def _refused(self, offset: int, what: Incoming, reason: str) -> None:
         reason = reason[:MOST_REASON]

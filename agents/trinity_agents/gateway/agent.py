@@ -80,12 +80,11 @@ class Gateway(Agent):
         if self.store is None or self._app is None:
             return GatewayStatus(url=self.url)
         ledger, app = self.store.ledger, self._app
-        open_ones = len(ledger.live) - ledger.over
         return GatewayStatus(
             url=self.url if self.store.is_ready() else "",
             acting=self._acts,
-            open=open_ones,
-            parked=len(ledger.live) - open_ones - ledger.waiting,
+            open=ledger.open,
+            parked=ledger.over - ledger.waiting,
             waiting=ledger.waiting,
             kept_bytes=ledger.kept_bytes,
             asking=app.asking,

@@ -85,7 +85,6 @@ PUBLISH_COST = 4096
 class RefusedMessage:
     """A message on the stream that is not an event, or an outsider's event that its session refused."""
 
-    offset: int
     delivery: Delivery
     reason: str
 
@@ -115,8 +114,8 @@ class SessionStream(EventLog):
     ) -> None:
         super().__init__(bus, topology.sessions, KINDS, EVENT)
         self.ledger = Ledger()
-        self.not_taken: list[RefusedMessage] = []
-        """Messages for the acting gateway to dead-letter."""
+        self.not_taken: dict[int, RefusedMessage] = {}
+        """Messages for the acting gateway to dead-letter, by their offset on the stream."""
         self.paused = 0.0
         """Seconds for which session time limits were paused, because agents could not have met the limits."""
         self.time = 0.0
@@ -220,11 +219,11 @@ class SessionStream(EventLog):
     def apply_refused(self, refused: SessionRefused) -> None:
         """Forget a refused message: no gateway dead-letters it again."""
         self.ledger.apply_refused(refused)
-        self.not_taken = [message for message in self.not_taken if message.offset != refused.offset]
+        self.not_taken.pop(refused.offset, None)
 
     async def republish(self, event: Event) -> None:
         """Publish a copy of an event that retention is about to remove; raises the errors of :meth:`publish`, except
-        ContentError: such a copy is left out, with a warning.
+        ContentError and MessageTooLarge: such a copy is left out, with a warning.
 
         The time includes the pauses, so that release 0.1.0, which does not know pauses, sees the same session age.
         """
@@ -233,7 +232,7 @@ class SessionStream(EventLog):
             headers[BY] = OUTSIDE
         try:
             await self.publish(event.body, event.message_id, headers, at=event.at + self.paused)
-        except ContentError as error:  # our copy may exceed the body limits, because it has all optional fields
+        except (ContentError, MessageTooLarge) as error:  # the copy has all optional fields, or the limit was lowered
             log.warning("event_not_republished", message_id=event.message_id, reason=str(error))
 
     def _stamps(self, at: float | None = None) -> dict[str, HeaderValue]:
@@ -306,7 +305,7 @@ class SessionStream(EventLog):
         self._refuse(delivery, reason)
 
     def _refuse(self, delivery: Delivery, reason: str) -> None:
-        self.not_taken.append(RefusedMessage(delivery.offset or 0, delivery, reason))
+        self.not_taken[delivery.offset or 0] = RefusedMessage(delivery, reason)
 
     def _apply(self, message: Message, delivery: Delivery) -> EventEffect | None:
         if delivery.routing_key == EVENT:

@@ -17,6 +17,7 @@ from trinity_mq.messages import (
     SessionCall,
     SessionEnd,
     SessionOpened,
+    SessionRefused,
     SessionReward,
     SessionsDecided,
     SessionsTrained,
@@ -116,6 +117,31 @@ def test_many_rewards_of_lineages_are_applied_anew_in_little_time() -> None:
         session.add(Event(offset, offset, f"m{offset}", 1.0, body, 1))
     assert time.process_time() - started < 3.0
     assert session.lineage_rewards == {f"c{n}": 2.0 for n in range(1000)}
+
+
+def test_many_rewards_of_a_session_are_applied_in_little_time() -> None:
+    stream, rewards = Stream(), 10_000
+    stream.open("a")
+    started = time.process_time()
+    assert [stream.reward("a", 1.0, how="add") for _ in range(rewards)] == ["new"] * rewards
+    assert time.process_time() - started < 2.0
+    assert stream.session("a").reward == rewards
+    assert [stream.reward("a", 1.0, "m7", how="add"), stream.reward("a", 1.0, how="add")] == ["repeated", "new"]
+
+
+def test_many_events_that_no_session_takes_are_refused_in_little_time() -> None:
+    stream, events = Stream(), 10_000
+    for number in range(events):
+        assert stream.reward(f"s{number}") == "unknown"
+    stream.reward("s0", 0.5)
+    started = time.process_time()
+    for offset in range(events):
+        stream.ledger.apply_refused(SessionRefused(offset=offset, reason="no such session"))
+    assert time.process_time() - started < 2.0
+    assert [event.origin for event in stream.ledger.unknown_events()] == [events]
+    stream.open("s0")
+    stream.ledger.apply_refused(SessionRefused(offset=events, reason="refused a moment before"))
+    assert (stream.session("s0").reward, stream.ledger.unknown_events()) == (0.5, [])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Answers of other OpenAI-compatible servers, as vLLM 0.32 gave them, and as others may."""
 
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from aiohttp import web
 
 from trinity_mq.experience import Experience
 from trinity_mq.models import EngineLost, EngineNotReady, EngineRefused, InferenceModel, ModelWrapper
-from trinity_mq.models.recording.sse import MAX_EVENT, EventReader
+from trinity_mq.models.recording.sse import MAX_EVENT, AnswerAssembler, EventReader
 
 VLLM: dict[str, str] = json.loads(Path(__file__).with_name("vllm_answers.json").read_text())
 MESSAGES: Any = [{"role": "user", "content": "2+3?"}]
@@ -229,6 +230,18 @@ def test_events_may_be_cut_anywhere(size: int) -> None:
     reader = EventReader()
     found = [event for start in range(0, len(text), size) for event in reader.feed(text[start : start + size])]
     assert found == [{"a": "\u00e9"}, [1, 2]]
+
+
+def test_a_long_answer_is_assembled_in_little_time() -> None:
+    assembler, tokens = AnswerAssembler(), 100_000
+    started = time.process_time()
+    for token in range(tokens):
+        assembler.add({"choices": [{"token_ids": [token], "token_logprobs": [-1.0], "delta": {"content": "a"}}]})
+    assert time.process_time() - started < 2.0
+    [choice] = assembler.answer()["choices"]
+    assembler.add({"choices": [{"token_ids": [7], "token_logprobs": [-1.0], "finish_reason": "stop"}]})
+    assert choice["token_ids"] == list(range(tokens))
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("a" * tokens, None)
 
 
 def test_an_event_without_an_end_is_not_kept_for_ever() -> None:

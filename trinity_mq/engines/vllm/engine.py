@@ -6,10 +6,9 @@ import asyncio
 import contextlib
 import functools
 import os
-import shutil
 import tempfile
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,6 +51,20 @@ async def _until_ready(child: Process, client: VllmClient) -> None:
     await asking(client.healthy)
     if child.returncode is not None:
         raise EngineFailed(f"vLLM ended before it accepted requests (exit code {child.returncode})")
+
+
+@contextlib.asynccontextmanager
+async def _running(command: Sequence[str], settings: Mapping[str, str]) -> AsyncIterator[Process]:
+    """Run vLLM's server during the block, with the environment ``settings`` in addition to ours without the token."""
+    inherited = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+    child = await asyncio.create_subprocess_exec(
+        *command, stdin=asyncio.subprocess.DEVNULL, env={**inherited, **settings}
+    )
+    log.info("vllm_started", pid=child.pid)
+    try:
+        yield child
+    finally:
+        await _stop(child)
 
 
 async def _stop(child: Process) -> None:
@@ -122,76 +135,62 @@ async def _vllm_server(job: EngineJob, folder: Path) -> AsyncIterator[tuple[Engi
     from trinity_mq.engines.vllm.generator import VllmGenerator, model_limits
 
     version = api.checked_version()
-    config = job.config
-    auxiliary, model, rollout = job.auxiliary, job.model, config.explorer.rollout_model
-    mode: PauseMode = "wait"
-    if auxiliary is None:
-        mode = config.synchronizer.effective_pause_mode
-    else:
+    config, auxiliary, model = job.config, job.auxiliary, job.model
+    rollout, fixed = config.explorer.rollout_model, auxiliary is not None
+    mode: PauseMode = "wait" if fixed else config.synchronizer.effective_pause_mode
+    if auxiliary is not None:
         same = {"vllm": auxiliary.vllm, "tensor_parallel_size": auxiliary.tensor_parallel_size}
         rollout = rollout.model_copy(update=same)
     cpu = choose_device(model.device) == "cpu"
     codec = TextCodec.of_model(folder, model)
     vocabulary, max_model_len = model_limits(model, folder, job.tensor_parallel_size)
-    plan = adapter_plan(config, folder, cpu=cpu) if auxiliary is None else None
+    plan = None if fixed else adapter_plan(config, folder, cpu=cpu)
+    # only a supervisor knows all processes of this machine
+    dedicated = PLACED_VARIABLE in os.environ and bool(visible_devices()) and not shares_gpu()
+    sleeps = config.synchronizer.colocated and not cpu and not fixed
     log.info("vllm_starts", version=version, model=str(folder))
     # a private folder, because access to the socket gives control of the server; its path must be short
-    home = Path(tempfile.mkdtemp(prefix="tmq-vllm-"))
-    socket = home / "http.sock"
-    try:
-        room = plan.room if plan else None
-        fixed = auxiliary is not None
-        # only a supervisor knows all processes of this machine
-        dedicated = PLACED_VARIABLE in os.environ and bool(visible_devices()) and not shares_gpu()
+    with tempfile.TemporaryDirectory(prefix="tmq-vllm-", ignore_cleanup_errors=True) as private:
+        home = Path(private)
+        socket, room = home / "http.sock", plan.room if plan else None
         command = api.server_command(
             folder, socket, model, rollout, max_model_len, cpu=cpu, dedicated=dedicated, room=room, fixed=fixed
         )
-        sleeps = config.synchronizer.colocated and not cpu and not fixed
         command += ["--enable-sleep-mode"] if sleeps else []
         settings = api.server_environment(rollout, job.num_threads, cpu=cpu, adapters=plan is not None)
-        inherited = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
-        child = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.DEVNULL, env={**inherited, **settings}
-        )
-        log.info("vllm_started", pid=child.pid)
-        try:
-            async with VllmClient(socket) as client:
-                await _until_ready(child, client)
-                build: Callable[..., VllmGenerator] = VllmGenerator
-                adapters: VllmAdapters | None = None
-                if plan:
-                    adapters = VllmAdapters(client, home, plan)
-                    build = functools.partial(AdapterGenerator, adapters, plan, job.receiver)
-                generator = build(
-                    codec,
+        async with _running(command, settings) as child, VllmClient(socket) as client:
+            await _until_ready(child, client)
+            build: Callable[..., VllmGenerator] = VllmGenerator
+            adapters: VllmAdapters | None = None
+            if plan:
+                adapters = VllmAdapters(client, home, plan)
+                build = functools.partial(AdapterGenerator, adapters, plan, job.receiver)
+            generator = build(
+                codec,
+                client,
+                vocabulary=vocabulary,
+                max_model_len=max_model_len,
+                pause_mode=mode,
+                recompute_cache=rollout.vllm.recompute_cache,
+                give_up=lambda: _kill(child),
+                home=home,
+                workers=job.tensor_parallel_size,
+                sleeps=sleeps,
+            )
+            receive = refuse_transfer if fixed else generator.receive
+
+            def batcher(state: EngineState) -> VllmBatcher:
+                return VllmBatcher(
                     client,
-                    vocabulary=vocabulary,
-                    max_model_len=max_model_len,
+                    state,
+                    codec,
+                    max_sequences=rollout.max_batch_sequences,
                     pause_mode=mode,
-                    recompute_cache=rollout.vllm.recompute_cache,
-                    give_up=lambda: _kill(child),
-                    home=home,
-                    workers=job.tensor_parallel_size,
-                    sleeps=sleeps,
+                    adapters=adapters,
+                    routed_layers=_routed_layers(model, cpu=cpu, fixed=fixed),
                 )
-                receive = refuse_transfer if fixed else generator.receive
 
-                def batcher(state: EngineState) -> VllmBatcher:
-                    return VllmBatcher(
-                        client,
-                        state,
-                        codec,
-                        max_sequences=rollout.max_batch_sequences,
-                        pause_mode=mode,
-                        adapters=adapters,
-                        routed_layers=_routed_layers(model, cpu=cpu, fixed=fixed),
-                    )
-
-                yield job.server(generator, folder, receive, batcher), child
-        finally:
-            await _stop(child)
-    finally:
-        shutil.rmtree(home, ignore_errors=True)
+            yield job.server(generator, folder, receive, batcher), child
 
 
 async def _stop_with(child: Process, stop: Callable[[str], None]) -> None:

@@ -153,7 +153,7 @@ class ResponsesEvents(Events):
         for choice in chunk.get("choices") or ():
             if choice.get("index"):
                 continue
-            self._news = [*self._news, *_logprobs(choice, self._body)]
+            self._news += _logprobs(choice, self._body)
             delta = choice.get("delta") or {}
             if thoughts := thoughts_of(delta):
                 events += self._open_item("reasoning")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from trinity_mq.messages.msgpack_scan import repair_surrogates
@@ -68,13 +69,80 @@ class SurrogateRepairer:
         holder[name] = repair_surrogates(piece)
 
 
+LATEST = ("finish_reason", "stop_reason", "response_text", "malformed_calls", "prompt_token_ids", "prompt_text")
+"""Fields of a choice. The latest value of each field counts."""
+
+
+@dataclass(slots=True)
+class _Choice:
+    """Assembles the pieces of one choice from their chunks."""
+
+    token_ids: list[int] | None = None
+    """None: no chunk had token ids."""
+    logprobs: list[float | None] = field(default_factory=list)
+    versions: list[Sequence[int]] = field(default_factory=list)
+    written: list[str] = field(default_factory=list)
+    """Pieces of the content, or of the text of a text completion."""
+    thoughts: list[str] = field(default_factory=list)
+    calls: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Tool calls by their index."""
+    is_text: bool = False
+    """True for a text completion."""
+    latest: dict[str, Any] = field(default_factory=lambda: {"finish_reason": None})
+    """Values of the fields :data:`LATEST`."""
+
+    def add(self, piece: Mapping[str, Any]) -> None:
+        """Add the choice of one chunk."""
+        if (ids := piece.get("token_ids")) is not None:
+            self.token_ids = self.token_ids or []
+            self.token_ids += ids
+        self.logprobs += numbers(piece) or ()
+        for run in piece.get("weight_versions") or ():
+            # weights that changed before a token came replace the version with which the choice began
+            self.versions = [row for row in self.versions if row[0] < run[0]] + [run]
+        self.is_text |= "text" in piece
+        delta = piece.get("delta") or {}
+        self.written.append(piece.get("text") or delta.get("content") or "")
+        self.thoughts.append(thoughts_of(delta))
+        for call in delta.get("tool_calls") or ():
+            new_call = {"type": "function", "function": {"name": "", "arguments": ""}}
+            whole = self.calls.setdefault(call.get("index") or 0, new_call)
+            if call.get("id"):
+                whole["id"] = call["id"]
+            for name in whole["function"]:
+                whole["function"][name] += (call.get("function") or {}).get(name) or ""
+        self.latest |= {name: piece[name] for name in LATEST if piece.get(name) is not None}
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the choice has a token, or, without token ids, a text or a call."""
+        if self.token_ids is not None:
+            return bool(self.token_ids)
+        return any(self.written) or any(self.thoughts) or bool(self.calls)
+
+    def whole(self) -> dict[str, Any]:
+        """Return the choice in the form of an unstreamed answer. Later chunks do not change the result."""
+        choice: dict[str, Any] = {
+            "token_ids": None if self.token_ids is None else list(self.token_ids),
+            "token_logprobs": list(self.logprobs),
+            "weight_versions": self.versions,
+            **self.latest,
+        }
+        written, thoughts = "".join(self.written), "".join(self.thoughts)
+        if self.is_text:
+            return {**choice, "text": written}
+        calls = [{**call, "function": dict(call["function"])} for _, call in sorted(self.calls.items())]
+        message: dict[str, Any] = {"content": written, "tool_calls": calls}
+        return {**choice, "message": message | ({"reasoning_content": thoughts} if thoughts else {})}
+
+
 class AnswerAssembler:
     """Assembles the chunks of a stream to an answer in the form of an unstreamed answer. Threads may share it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._answer: dict[str, Any] = {}
-        self._choices: dict[int, dict[str, Any]] = {}
+        self._choices: dict[int, _Choice] = {}
 
     def add(self, chunk: Mapping[str, Any]) -> None:
         """Add one chunk."""
@@ -83,17 +151,13 @@ class AnswerAssembler:
                 if chunk.get(name) is not None:
                     self._answer[name] = chunk[name]
             for piece in chunk.get("choices") or ():
-                _extend(self._choices.setdefault(piece.get("index") or 0, _new_choice()), piece)
+                self._choices.setdefault(piece.get("index") or 0, _Choice()).add(piece)
 
     def answer(self) -> dict[str, Any]:
         """Return the answer so far, without choices that have not begun."""
         with self._lock:
-            choices = [
-                {name: list(value) if isinstance(value, list) else value for name, value in choice.items()}
-                for _, choice in sorted(self._choices.items())
-                if choice["token_ids"] or (choice["token_ids"] is None and _has_text(choice))
-            ]
-            return {**self._answer, "choices": [_as_choice(choice) for choice in choices]}
+            choices = [choice.whole() for _, choice in sorted(self._choices.items()) if choice.has_begun]
+            return {**self._answer, "choices": choices}
 
 
 def numbers(choice: Mapping[str, Any]) -> list[float | None] | None:
@@ -143,53 +207,3 @@ def _call_text(call: Mapping[str, Any]) -> str:
     function = call.get("function") or {}
     name, arguments = json.dumps(function.get("name")), function.get("arguments") or "{}"
     return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
-
-
-def _has_text(choice: Mapping[str, Any]) -> bool:
-    return any(choice["written"]) or any(choice["thoughts"]) or bool(choice["calls"])
-
-
-def _new_choice() -> dict[str, Any]:
-    return {
-        "token_ids": None,
-        "token_logprobs": [],
-        "weight_versions": [],
-        "written": [],
-        "thoughts": [],
-        "calls": {},
-        "finish_reason": None,
-    }
-
-
-def _extend(choice: dict[str, Any], piece: Mapping[str, Any]) -> None:
-    if piece.get("token_ids") is not None:
-        choice["token_ids"] = [*(choice["token_ids"] or ()), *piece["token_ids"]]
-    choice["token_logprobs"] += numbers(piece) or ()
-    for run in piece.get("weight_versions") or ():
-        # weights that changed before a token came replace the version with which the choice began
-        choice["weight_versions"] = [row for row in choice["weight_versions"] if row[0] < run[0]] + [run]
-    if "text" in piece:
-        choice["is_text"] = True
-    delta = piece.get("delta") or {}
-    choice["written"].append(piece.get("text") or delta.get("content") or "")
-    choice["thoughts"].append(thoughts_of(delta))
-    for call in delta.get("tool_calls") or ():
-        whole = choice["calls"].setdefault(
-            call.get("index") or 0, {"type": "function", "function": {"name": "", "arguments": ""}}
-        )
-        if call.get("id"):
-            whole["id"] = call["id"]
-        for name in whole["function"]:
-            whole["function"][name] += (call.get("function") or {}).get(name) or ""
-    for name in ("finish_reason", "stop_reason", "response_text", "malformed_calls", "prompt_token_ids", "prompt_text"):
-        if piece.get(name) is not None:
-            choice[name] = piece[name]
-
-
-def _as_choice(choice: dict[str, Any]) -> dict[str, Any]:
-    written, calls, thoughts = "".join(choice.pop("written")), choice.pop("calls"), "".join(choice.pop("thoughts"))
-    if choice.pop("is_text", False):
-        return {**choice, "text": written}
-    called = [{**call, "function": dict(call["function"])} for _, call in sorted(calls.items())]
-    message = {"content": written, "tool_calls": called}
-    return {**choice, "message": {**message, "reasoning_content": thoughts} if thoughts else message}

@@ -361,16 +361,19 @@ async def test_what_cannot_travel_is_not_recorded_and_the_gateway_goes_on() -> N
 
 
 async def test_an_event_that_cannot_be_written_again_is_not_carried_and_the_others_are() -> None:
-    """An earlier release wrote it, and it is at the limits of a body: what is written again has more fields."""
+    """An earlier release wrote it, and it is at the limits of a body: what is written again has more fields. Or
+    ``broker.max_message_bytes`` was larger.
+    """
     world = World()
-    async with world.running(), world.gateway() as store:
+    async with world.running() as bus, world.gateway() as store:
         await world.session(store, "a", task={"x": 1})
         found = session_of(store, "a")
         opened, called = found.events
-        body = opened.body.model_copy(update={"task": {"x": [[]] * MAX_CONTAINERS}})
         before = store.position
-        for event in (dataclasses.replace(opened, body=body), called):
-            await store.republish(event)
+        for value in ([[]] * MAX_CONTAINERS, "x" * bus.max_message_bytes):
+            body = opened.body.model_copy(update={"task": {"x": value}})
+            await store.republish(dataclasses.replace(opened, body=body))
+        await store.republish(called)
         await store.catch_up()
         assert 0 < store.position - before < 1000, "the call alone"
 
@@ -721,6 +724,27 @@ async def test_a_message_of_the_largest_size_that_no_session_takes_does_not_end_
         await world.session(store, "a")
         await end(store, "a")
         await reaches(store, "a", "trained")
+
+
+class SlowBus(MemoryBus):
+    """A bus whose broker confirms after a second."""
+
+    async def publish(
+        self, exchange: str, routing_key: str, envelope: Envelope, *, timeout: float | None = None
+    ) -> bool:
+        await asyncio.sleep(1.0)
+        return await super().publish(exchange, routing_key, envelope, timeout=timeout)
+
+
+async def test_many_refused_messages_do_not_hold_sessions_up() -> None:
+    world = World()
+    async with world.running() as bus, world.gateway(bus=world.bus(SlowBus)) as store:
+        await world.session(store, "a")
+        for number in range(100):
+            await reward(bus, world, f"m{number}", session=f"nobody-{number}", reward=1.0)
+        await end(store, "a")
+        await reaches(store, "a", "trained", 60)
+        assert len(world.dead) == 100
 
 
 async def test_refused_rewards_become_dead_letters_once() -> None:

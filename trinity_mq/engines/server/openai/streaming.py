@@ -16,7 +16,7 @@ from typing import Any
 from aiohttp import web
 
 from trinity_mq.engines.api_errors import ApiError
-from trinity_mq.engines.generation.request import GenerationRequest, Token
+from trinity_mq.engines.generation.request import FinishReason, GenerationRequest, Token
 from trinity_mq.engines.generation.stopping import Decode, cut, stop_in, without_stop_token
 from trinity_mq.engines.generation.text import TextCodec
 from trinity_mq.engines.generation.token_stream import TokenStream
@@ -160,46 +160,47 @@ class Chunks:
             yield self._frame | {"choices": [], "usage": usage(len(self._request.prompt), sampled)}
 
     def _choice_chunk(self, index: int, news: list[Token]) -> dict[str, Any]:
-        state, request = self._choices[index], self._request
-        stop_fields: dict[str, Any] = {}
-        response_fields: dict[str, Any] = {}
+        state = self._choices[index]
         ids, logprobs = [token.token_id for token in news], [token.logprob for token in news]
         positions = enumerate(news, len(state.token_ids))
         changed = [[position, *token.version] for position, token in positions if token.version is not None]
-        tops = [token.top_logprobs for token in news] if request.top_logprobs else []
-        numbers = [None if token.is_constrained else token.logprob for token in news]
+        tops = [token.top_logprobs for token in news] if self._request.top_logprobs else []
         state.token_ids += ids
-        ended = news[-1].finish_reason
-        delta: Any
-        finish_reason: str | None
-        if ended is None:
-            finish_reason, emitted = None, state.flow.add(ids)
-            delta = _chat_delta(emitted) if self._chat else emitted.content
+        if (ended := news[-1].finish_reason) is not None:
+            choice = self._last_choice(index, ended)
         else:
-            [text] = self._codec.decode([without_stop_token(state.token_ids, request.stop_ids)])
-            if (stop := stop_in(text, request.stop)) is not None:
-                stop_fields["stop_reason"] = stop
-            text = cut(text, request.stop)
-            if self._chat:
-                answer = self._codec.read_answer(text, self._prompt_text, self._tools)
-                self._on_malformed(answer.malformed)
-                _, finish_reason = chat_message(answer, ended)
-                calls = [{"index": number, **call} for number, call in enumerate(answer.calls)]
-                rest = state.flow.finish(answer.thoughts, answer.content)
-                delta = _chat_delta(rest) | ({"tool_calls": calls} if calls else {})
-                response_fields = answer_fields(answer, text)
-            else:
-                finish_reason, delta = ended, state.flow.finish(None, text).content
-        choice = self._choice(index, delta, finish_reason) | stop_fields
+            text = state.flow.add(ids)
+            choice = self._choice(index, _chat_delta(text) if self._chat else text.content)
         if self._chat and self._body.logprobs:
             choice["logprobs"] = chat_logprobs(ids, logprobs, self._codec, tops)
         elif not self._chat and self._body.logprobs is not None:
             choice["logprobs"] = text_logprobs(ids, logprobs, self._codec, state.characters, tops)
             state.characters += sum(map(len, choice["logprobs"]["tokens"]))
         if self._body.return_token_ids:
-            choice |= {"token_ids": ids, "token_logprobs": numbers, **response_fields}
+            numbers = [None if token.is_constrained else token.logprob for token in news]
+            choice |= {"token_ids": ids, "token_logprobs": numbers}
             choice |= {"weight_versions": changed} if changed else {}
         return choice
+
+    def _last_choice(self, index: int, ended: FinishReason) -> dict[str, Any]:
+        """Return the last chunk of a choice, with the text that was not emitted yet. Its tokens and their logprobs are
+        not filled in.
+        """
+        state, stops = self._choices[index], self._request.stop
+        [text] = self._codec.decode([without_stop_token(state.token_ids, self._request.stop_ids)])
+        stop, text = stop_in(text, stops), cut(text, stops)
+        fields: dict[str, Any] = {} if stop is None else {"stop_reason": stop}
+        if not self._chat:
+            return self._choice(index, state.flow.finish(None, text).content, ended) | fields
+        answer = self._codec.read_answer(text, self._prompt_text, self._tools)
+        self._on_malformed(answer.malformed)
+        _, finish_reason = chat_message(answer, ended)
+        delta = _chat_delta(state.flow.finish(answer.thoughts, answer.content))
+        if answer.calls:
+            delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(answer.calls)]
+        if self._body.return_token_ids:
+            fields |= answer_fields(answer, text)
+        return self._choice(index, delta, finish_reason) | fields
 
     def _choice(self, index: int, delta: Any, finish_reason: str | None = None) -> dict[str, Any]:
         content = {"delta": delta} if self._chat else {"text": delta}
