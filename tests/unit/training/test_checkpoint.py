@@ -305,6 +305,20 @@ async def test_the_final_model_is_put_in_place_whole(
     assert list(tmp_path.iterdir()) == [final]
 
 
+async def test_the_final_model_replaces_a_link_and_not_the_folder_that_it_leads_to(tmp_path: Path) -> None:
+    async def write(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "model").write_text("new")
+
+    final, other = tmp_path / "final", tmp_path / "other"
+    await publish_final(write, other)
+    (other / "model").write_text("old")
+    final.symlink_to(other)
+    await publish_final(write, final)
+    assert not final.is_symlink()
+    assert [(folder / "model").read_text() for folder in (final, other)] == ["new", "old"]
+
+
 @pytest.mark.parametrize(
     "damage",
     [
