@@ -7,9 +7,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from trinity_mq.config.agents import ExplorerConfig, TrainerConfig
+from trinity_mq.config.agents import ExplorerConfig, RolloutModelConfig, TrainerConfig
 from trinity_mq.config.base import Section
-from trinity_mq.config.engines import engine_row
+from trinity_mq.config.engines import AuxiliaryModelConfig, engine_row
 
 Device = Annotated[int, Field(ge=0)] | Annotated[str, Field(pattern=r"^(GPU|MIG)-[A-Za-z0-9/-]+$")]
 """Index of a GPU, or UUID of a GPU or MIG slice."""
@@ -58,13 +58,7 @@ def device_problems(
         )
     if devices.engines:
         rollout = explorer.rollout_model
-        yield from _engine_problems(
-            "devices.engines",
-            devices.engines,
-            "explorer.rollout_model",
-            rollout.engine_num,
-            rollout.tensor_parallel_size,
-        )
+        yield from _engine_problems("devices.engines", devices.engines, "explorer.rollout_model.", rollout)
     models = {model.name: model for model in explorer.auxiliary_models}
     for name, engines in devices.auxiliary.items():
         if (model := models.get(name)) is None:
@@ -75,22 +69,22 @@ def device_problems(
         elif not engine_row(model.engine).computes_here or (model.model is not None and model.model.device == "cpu"):
             yield f"devices.auxiliary names {name!r}, which uses no GPU here: remove it"
         else:
-            key, where = f"devices.auxiliary.{name}", f"auxiliary model {name!r}:"
-            yield from _engine_problems(key, engines, where, model.engine_num, model.tensor_parallel_size)
+            yield from _engine_problems(f"devices.auxiliary.{name}", engines, f"auxiliary model {name!r}: ", model)
 
 
-def _engine_problems(key: str, engines: Sequence[Devices], where: str, number: int, size: int) -> Iterator[str]:
-    dot = "" if where.endswith(":") else "."
-    if len(engines) != number:
+def _engine_problems(
+    key: str, engines: Sequence[Devices], prefix: str, served: RolloutModelConfig | AuxiliaryModelConfig
+) -> Iterator[str]:
+    if len(engines) != served.engine_num:
         yield (
-            f"{key} has {len(engines)} lists of GPUs, and {where}{dot or ' '}engine_num is {number}: give one list for "
+            f"{key} has {len(engines)} lists of GPUs, and {prefix}engine_num is {served.engine_num}: give one list for "
             "each engine"
         )
     for gpus in engines:
-        if len(gpus) != size or _repeated(gpus):
+        if len(gpus) != served.tensor_parallel_size or _repeated(gpus):
             yield (
-                f"{key} has the list {list(gpus)}, wanted {size} different GPUs for each engine "
-                f"({where}{dot or ' '}tensor_parallel_size)"
+                f"{key} has the list {list(gpus)}, wanted {served.tensor_parallel_size} different GPUs for each engine "
+                f"({prefix}tensor_parallel_size)"
             )
 
 

@@ -32,7 +32,14 @@ from trinity_mq.config.devices import DevicesConfig, device_problems
 from trinity_mq.config.engines import engine_row
 from trinity_mq.config.model import ModelConfig
 from trinity_mq.config.modes.gateway import GatewayConfig
-from trinity_mq.config.modes.mode import BenchConfig, Mode, SourceConfig, with_bench_folder, with_tap_mode
+from trinity_mq.config.modes.mode import (
+    TRAINING_MODES,
+    BenchConfig,
+    Mode,
+    SourceConfig,
+    with_bench_folder,
+    with_tap_mode,
+)
 from trinity_mq.config.outsiders import OutsidersConfig
 from trinity_mq.config.registered import take_registered_names
 from trinity_mq.config.sync import SyncConfig
@@ -575,11 +582,12 @@ class Config(Section):
 
     @property
     def learning_rate_falls(self) -> bool:
-        """Whether the learning rate falls: it has a schedule, and the trainer knows the number of train steps when it
-        starts, from ``buffer.total_steps`` or from the records of mode ``train``.
+        """Whether the learning rate falls: the run trains, the rate has a schedule, and the trainer knows the number of
+        train steps when it starts, from ``buffer.total_steps`` or from the records of mode ``train``.
         """
         has_length = self.train_steps is not None or (self.mode == "train" and not self.source.tap)
-        return self.algorithm.optimizer.lr_scheduler_type != "constant" and has_length
+        has_schedule = self.algorithm.optimizer.lr_scheduler_type != "constant"
+        return self.mode in TRAINING_MODES and has_schedule and has_length
 
     @property
     def estimated_batch_bytes(self) -> int:

@@ -176,13 +176,10 @@ def _has_all_ranks(folder: Path) -> bool:
     return True
 
 
-def _rank_matches(folder: Path) -> dict[re.Match[str], Path]:
-    """Return the files of the ranks by the match of their names."""
-    return {
-        match: path
-        for path in folder.glob("model_world_size_*_rank_*.pt")
-        if (match := _RANK_FILE.fullmatch(path.name))
-    }
+def _rank_matches(folder: Path) -> list[re.Match[str]]:
+    """Return the matched names of the files of the ranks."""
+    names = (path.name for path in folder.glob("model_world_size_*_rank_*.pt"))
+    return [match for name in names if (match := _RANK_FILE.fullmatch(name))]
 
 
 def _rank_files(folder: Path) -> dict[int, Path]:
@@ -191,13 +188,13 @@ def _rank_files(folder: Path) -> dict[int, Path]:
     Raises:
         CommandError: The files belong to two runs with different numbers of ranks, or a rank has no file.
     """
-    files = _rank_matches(folder)
-    worlds = {int(match[1]) for match in files}
-    if not files:
+    matches = _rank_matches(folder)
+    if not matches:
         return {}
+    worlds = {int(match[1]) for match in matches}
     if len(worlds) > 1 or not 0 < (world := min(worlds)) <= MAX_RANKS:
         raise CommandError(f"{folder} has files of {sorted(worlds)} ranks, wanted those of one run")
-    ranks = {int(match[2]): path for match, path in files.items()}
+    ranks = {int(match[2]): folder / match[0] for match in matches}
     if lacking := [rank for rank in range(world) if rank not in ranks]:
         raise CommandError(f"{folder} lacks the files of {len(lacking)} of {world} ranks, first of rank {lacking[0]}")
     return ranks

@@ -143,7 +143,7 @@ class Auditor:
         if "selector" in source:
             yield Check("checkpoint", "not checked", "it was trained on records: it keeps only their position")
             return
-        if source.keys().isdisjoint(("consumed", "batches")):  # a tap saved it before it reached the other run's broker
+        if not source and not state.progress:  # a tap saved it before it reached the other run's broker
             source = {"consumed": (), "batches": 0}
         decided = {entry["ticket"] for entry in self.entries}
         consumed = set(source["consumed"]) | set(source.get("failed", ()))

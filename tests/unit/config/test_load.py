@@ -43,6 +43,11 @@ def test_a_wrong_configuration_says_what_is_wrong_and_what_is_right(row: dict[st
         assert part not in str(caught.value)
 
 
+@pytest.mark.parametrize(("mode", "falls"), [("both", True), ("explore", False)])
+def test_a_learning_rate_falls_only_in_a_run_that_trains(mode: str, falls: bool) -> None:
+    assert load_config(TINY, [f"mode={mode}", "buffer.total_steps=5"]).learning_rate_falls is falls
+
+
 def test_secrets_in_a_long_text_are_found_in_linear_time() -> None:
     begin = time.process_time()
     assert Secrets("-" * 100_000, "a--" * 50_000, "--api-key s3cr3t").hide("s3cr3t") == "***"

@@ -94,6 +94,11 @@ def test_an_alternative_that_the_stage_sets_itself_is_merged(
         ([{"stage_name": "A b"}], [], ["stage A b: name", "'digits-A b'"]),
         ([{"stage_name": "a", "bufer": {}}], [], ["stage a: bufer: unknown key", "'buffer'"]),
         ([{"stage_name": "a", "seed": 1}], ["seed=3"], ["override seed", "no effect", "stages.0.seed=3"]),
+        (
+            [{"stage_name": "a", "broker": {"url": "b"}}],
+            ["broker.url=amqp://u:p@h"],
+            ["stages.0.broker.url=amqp://u:***@h"],
+        ),
     ],
 )
 def test_errors_teach(stages: Any, overrides: list[str], parts: list[str]) -> None:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from structlog.testing import capture_logs
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 
 from trinity_mq.config import Config, ConfigError, load_config
 from trinity_mq.runtime.errors import RestartRequested
@@ -305,6 +305,20 @@ async def test_the_final_model_is_put_in_place_whole(
     assert list(tmp_path.iterdir()) == [final]
 
 
+async def test_the_final_model_replaces_a_link_and_not_the_folder_that_it_leads_to(tmp_path: Path) -> None:
+    async def write(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "model").write_text("new")
+
+    final, other = tmp_path / "final", tmp_path / "other"
+    await publish_final(write, other)
+    (other / "model").write_text("old")
+    final.symlink_to(other)
+    await publish_final(write, final)
+    assert not final.is_symlink()
+    assert [(folder / "model").read_text() for folder in (final, other)] == ["new", "old"]
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -561,6 +575,17 @@ def test_an_index_of_debians_python_is_read_and_its_getattr_reaches_nothing_else
         read(checkpoint, some_tensors())
 
 
+@pytest.mark.parametrize("changed", ["torch.distributed.checkpoint.metadata\nStorageMeta", "builtins\ngetattr"])
+def test_an_index_changes_no_class_and_no_function_of_this_process(
+    checkpoint: Path, read: Reader, changed: str
+) -> None:
+    attribute = b"X\x07\x00\x00\x00load_idX\x07\x00\x00\x00changed"
+    index_of(checkpoint).write_bytes(b"\x80\x02c" + changed.encode() + b"\nN}" + attribute + b"s\x86b.")
+    with pytest.raises(DamagedCheckpointError, match=r"sets the state of a (type|function)"):
+        read(checkpoint, some_tensors())
+    assert StorageMeta.load_id is None
+
+
 @pytest.mark.parametrize("where", ["index", "planner data", "a value", "a name"])
 def test_an_index_with_a_program_runs_nothing_and_is_named(
     checkpoint: Path, tmp_path: Path, read: Reader, where: str
@@ -615,10 +640,25 @@ def test_files_elsewhere_are_not_read(checkpoint: Path, read: Reader) -> None:
         read(checkpoint, some_tensors())
 
 
-@pytest.mark.parametrize("body", [b"", b"\x80\x04.", b"\x80\x04K\x05.", b"garbage", pickle.dumps({"a": 1})])
-def test_what_is_no_index_is_a_damaged_checkpoint(checkpoint: Path, read: Reader, body: bytes) -> None:
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        *[(body, "it is not a pickle, or has been cut off") for body in (b"", b"J\x01", b"\x80\x04.", b"no pickle")],
+        *[(pickle.dumps(value), "wanted an index") for value in (5, {"a": 1})],
+    ],
+)
+def test_what_is_no_index_is_a_damaged_checkpoint(checkpoint: Path, read: Reader, body: bytes, reason: str) -> None:
     index_of(checkpoint).write_bytes(body)
-    with pytest.raises(DamagedCheckpointError, match=r"\.metadata is damaged or missing"):
+    with pytest.raises(DamagedCheckpointError, match=rf"\.metadata is damaged or missing: .*{reason}"):
+        read(checkpoint, some_tensors())
+
+
+def test_a_name_other_than_a_text_is_a_damaged_checkpoint(checkpoint: Path, read: Reader) -> None:
+    def edit(content: Metadata) -> None:
+        content.state_dict_metadata[5] = content.state_dict_metadata["policy.w0"]  # type: ignore[index]
+
+    change(checkpoint, edit)
+    with pytest.raises(DamagedCheckpointError, match="5 is the name of a tensor, wanted a text"):
         read(checkpoint, some_tensors())
 
 

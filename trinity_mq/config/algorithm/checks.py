@@ -26,56 +26,65 @@ def algorithm_problems(config: AlgorithmConfig, staleness: int, max_response_tok
         staleness: Maximum age of the data, in train steps.
         max_response_tokens: Maximum length of an answer, in tokens.
     """
-    loss, weights, entropy_coef, weighted = config, config.weights, config.entropy_coef, components(config)
+    weighted = components(config)
     if not weighted:
         yield "algorithm.weights are all 0: nothing would be trained; give a component a weight"
         return
-    if entropy_coef and "rl" not in weighted:
+    if config.entropy_coef and "rl" not in weighted:
         yield (
-            f"algorithm.entropy_coef is {entropy_coef:g}, but weights.rl is 0: the bonus belongs to sampled answers "
-            "and would have no effect; remove it"
+            f"algorithm.entropy_coef is {config.entropy_coef:g}, but weights.rl is 0: the bonus belongs to sampled "
+            "answers and would have no effect; remove it"
         )
     yield from _reference_problems(config)
-    if "rl" not in weighted:
-        return
+    if "rl" in weighted:
+        yield from _advantage_problems(config)
+        yield from _ratio_problems(config, staleness, max_response_tokens)
+
+
+def _advantage_problems(config: AlgorithmConfig) -> Iterator[str]:
+    """Yield the problems of the advantages of sampled answers."""
     if config.estimator.kind == "none":
-        reason = f"weights.rl is {weights.rl:g}" if loss.ce_schedule is None else "ce_schedule gives rl a weight"
-        remedy = "weights: {rl: 0}" if loss.ce_schedule is None else "weights: {rl: 0, ce: 1} and no ce_schedule"
+        reason, remedy = f"weights.rl is {config.weights.rl:g}", "weights: {rl: 0}"
+        if config.ce_schedule is not None:
+            reason, remedy = "ce_schedule gives rl a weight", "weights: {rl: 0, ce: 1} and no ce_schedule"
         yield (
             f"algorithm.estimator is none, but {reason}: sampled answers would have no advantage; choose an estimator, "
             f"or {remedy}"
         )
-    imitates = weights.ce or weights.pair or loss.ce_schedule is not None
-    if config.advantage_agent == "trainer" and imitates:
+    if config.advantage_agent == "trainer" and {"ce", "pair"} & components(config):
         yield (
             f"algorithm.estimator is {config.estimator.kind}, in the trainer, and weights.ce, weights.pair or "
             "ce_schedule trains on answers that were not sampled: the trainer computes advantages of samples alone; "
             "take another estimator, or weights: {rl: 1}"
         )
-    terms = [term for term in loss.regularisers if isinstance(term, CovarianceKL)]
+
+
+def _ratio_problems(config: AlgorithmConfig, staleness: int, max_response_tokens: int) -> Iterator[str]:
+    """Yield the problems of the pieces that compare the policy with another policy, except the reference model."""
+    terms = [term for term in config.regularisers if isinstance(term, CovarianceKL)]
     if len(terms) > 1:
         yield (
             f"algorithm.regularisers has kind covariance {len(terms)} times: each would act on the tokens that any of "
             "them chooses, and not on its own share. Keep one, with the share and the coef that you want"
         )
-    weighs = [rule for rule in loss.correction if isinstance(rule, ImportanceWeight)]
-    if loss.anchor == "old" and staleness and not any(rule.kind in AGAINST_SAMPLER for rule in loss.correction):
+    weighs = [rule for rule in config.correction if isinstance(rule, ImportanceWeight)]
+    if config.anchor == "old" and staleness and not any(rule.kind in AGAINST_SAMPLER for rule in config.correction):
         yield (
             f"algorithm.anchor is old without a correction, and data may be {staleness} train steps old: the ratio to "
             "the recomputed policy is 1 at first, so old data would count as fresh. Add correction: [{kind: weight}], "
             "or take anchor: mu"
         )
-    if loss.anchor == "mu" and weighs and loss.ratio.kind != "self" and loss.surrogate.kind != "log_linear":
+    if config.anchor == "mu" and weighs and config.ratio.kind != "self" and config.surrogate.kind != "log_linear":
         yield (
             "algorithm.correction has kind weight with anchor mu: the ratio divides by the sampler already, so old "
             "data would be weighed twice. Take anchor: old, or surrogate: {kind: truncate}"
         )
-    if loss.ratio.kind in {"sequence", "geometric"} and loss.reduction.kind == "token":
+    if config.ratio.kind in {"sequence", "geometric"} and config.reduction.kind == "token":
         yield (
-            f"algorithm.ratio is {loss.ratio.kind} with reduction token: the one ratio of an answer would be weighted "
-            "by its length; take reduction: {kind: sequence}, or {kind: sequence_sum} where that is meant"
+            f"algorithm.ratio is {config.ratio.kind} with reduction token: the one ratio of an answer would be "
+            "weighted by its length; take reduction: {kind: sequence}, or {kind: sequence_sum} where that is meant"
         )
-    products = loss.ratio.kind == "sequence_product" or any(rule.level == "sequence" for rule in weighs)
+    products = config.ratio.kind == "sequence_product" or any(rule.level == "sequence" for rule in weighs)
     if products and staleness and max_response_tokens > LONG_ANSWER:
         yield (
             "algorithm multiplies the ratios of whole answers, which may have model.max_response_tokens "

@@ -137,14 +137,15 @@ def final_model(config: Config) -> Path:
 
 def _check_overrides(overrides: Sequence[str], stages: Sequence[Mapping[str, Any]]) -> None:
     for word in overrides:
-        key = word.partition("=")[0]
+        key, _, value = word.partition("=")
         parts = key.split(".")
         if parts[0] == STAGES or not all(_sets(stage, parts) for stage in stages):
             continue
-        raise ConfigError(
+        wrong = (
             f"override {key}: every stage sets it, so this override would have no effect; name the stage: "
             f"{STAGES}.0.{word}"
         )
+        raise ConfigError(Secrets({key: value}).hide(wrong))
 
 
 def _sets(stage: Mapping[str, Any], parts: Sequence[str]) -> bool:

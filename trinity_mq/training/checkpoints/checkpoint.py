@@ -460,7 +460,8 @@ def milestones(every: int | None, progress: Iterable[int]) -> list[int]:
 
 async def publish_final(write: Callable[[Path], Awaitable[None]], final: Path) -> None:
     """Write a folder with ``write``, and publish it under the path ``final``: complete and synced to disk, or not at
-    all. If ``write`` creates no folder, nothing is published. After an error no unfinished folder stays.
+    all. If ``write`` creates no folder, nothing is published. A link at this path is replaced, and its target stays.
+    After an error no unfinished folder stays.
 
     Raises:
         CheckpointError: The folder cannot be written, for example because the disk is full.
@@ -484,6 +485,8 @@ async def publish_final(write: Callable[[Path], Awaitable[None]], final: Path) -
 def _publish(fresh: Path, final: Path) -> None:
     for path in (*fresh.rglob("*"), fresh):
         _sync(path)
+    if final.is_symlink():  # a folder cannot replace a link, and the folder that it leads to may be needed elsewhere
+        final.unlink()
     shutil.rmtree(final, ignore_errors=True)
     fresh.rename(final)
     _sync(final.parent)

@@ -5,7 +5,7 @@ has its own part, and needs no format of its own.
 
 A checkpoint may come from an untrusted source. torch loads the index of its tensors, a pickle, with an unpickler that
 can call anything, and loads non-tensor entries with another unpickler. :class:`TensorReader` admits only the names that
-an index needs, and reads only tensors.
+an index needs, sets the state only of the index's own objects, and reads only tensors.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import struct
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PosixPath, PurePath, PurePosixPath, PureWindowsPath
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +56,7 @@ _UNREADABLE = (
 _POLICY = "policy."
 INDEX_FILE = ".metadata"
 """Name of the index in the folder of the tensors."""
-_CLASSES = (
+_RECORDS = (
     dcp.BytesStorageMetadata,
     dcp.ChunkStorageMetadata,
     dcp.Metadata,
@@ -63,9 +64,9 @@ _CLASSES = (
     dcp.StorageMeta,
     dcp.TensorProperties,
     dcp.TensorStorageMetadata,
-    _MEM_FORMAT_ENCODING,
     _StorageInfo,
 )
+"""Classes of the objects whose state an index may set."""
 
 
 def _memory_format(enumeration: object, name: object) -> _MEM_FORMAT_ENCODING:
@@ -79,7 +80,7 @@ def _memory_format(enumeration: object, name: object) -> _MEM_FORMAT_ENCODING:
 
 _ADMITTED: dict[tuple[str, str], Any] = {
     ("builtins", "getattr"): _memory_format,
-    **{(cls.__module__, cls.__qualname__): cls for cls in _CLASSES},
+    **{(cls.__module__, cls.__qualname__): cls for cls in (*_RECORDS, _MEM_FORMAT_ENCODING)},
     **{("torch", name): dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)},
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _get_layout,
@@ -475,16 +476,48 @@ def _cause(error: BaseException) -> Exception:
     return error if isinstance(error, Exception) else RuntimeError(str(error))
 
 
-class _Unpickler(pickle.Unpickler):
+def _hostile(action: str) -> UnpicklingError:
+    return UnpicklingError(
+        f"the index {action}, which the index of a checkpoint does not need; no code was executed. Do not use this "
+        "checkpoint: somebody has put a program into it"
+    )
+
+
+_set_state: Callable[[Any], None] = pickle._Unpickler.dispatch[pickle.BUILD[0]]  # noqa: SLF001
+
+
+class _Unpickler(pickle._Unpickler):  # noqa: SLF001  # in Python, because the unpickler in C has no hook for the state
+    stack: list[Any]
+
+    def load(self) -> Any:
+        """Return the object in the pickle.
+
+        Raises:
+            UnpicklingError: The pickle is malformed, or asks for something that an index does not need. Hostile bytes
+                may raise other errors too.
+        """
+        try:
+            return super().load()
+        except (EOFError, LookupError, struct.error) as error:
+            raise UnpicklingError(f"it is not a pickle, or has been cut off: {error!r}") from error
+
     def find_class(self, module: str, name: str) -> Any:
         """Return the object with an admitted name; reject all other names."""
         try:
             return _ADMITTED[module, name]
         except KeyError:
-            raise pickle.UnpicklingError(
-                f"the index refers to {module:.80}.{name:.80}, which the index of a checkpoint does not need; no code "
-                "was executed. Do not use this checkpoint: somebody has put a program into it"
-            ) from None
+            raise _hostile(f"refers to {module:.80}.{name:.80}") from None
+
+    def _load_build(self) -> None:
+        """Set the state of an object of the index. The state of a class or a function would change this process."""
+        if type(self.stack[-2]) not in _RECORDS:
+            raise _hostile(f"sets the state of a {type(self.stack[-2]).__name__}")
+        _set_state(self)
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        **pickle._Unpickler.dispatch,  # noqa: SLF001
+        pickle.BUILD[0]: _load_build,
+    }
 
 
 class TensorReader(FileSystemReader):
@@ -535,6 +568,8 @@ class TensorReader(FileSystemReader):
         if not isinstance(index, dcp.Metadata) or not isinstance(index.state_dict_metadata, dict):
             raise ValueError(f"{self._index} holds a {type(index).__name__}, wanted an index")
         for name, entry in index.state_dict_metadata.items():
+            if not isinstance(name, str):
+                raise ValueError(f"{name!r:.80} is the name of a tensor, wanted a text")
             if not isinstance(entry, dcp.TensorStorageMetadata):  # torch would load it with its own unpickler
                 raise ValueError(f"{name!r:.80} is not a tensor, and only tensors are read")
         files = {entry.relative_path for entry in (index.storage_data or {}).values()}

@@ -203,13 +203,12 @@ def _possible_limits(move: SettingsTransfer, there: str, limits: Mapping[str, in
     """Return the limits without a limit that takes the whole total, which is recorded as lost. A prompt limit that only
     the response limit contradicts stays, since :func:`_filled_limits` lowers it.
     """
-    possible = dict(limits)
-    total = possible.get("max_model_len")
+    total, possible = limits.get("max_model_len"), dict(limits)
     for name, other in (("max_response_tokens", "prompt"), ("max_prompt_tokens", "response")):
-        if total is None or possible.get(name, 0) < total or "max_response_tokens" in possible.keys() - {name}:
-            continue
-        reason = f"wanted less than max_model_len {total}, which is for the {other} too: set limits that fit"
-        move.lost(f"{there}{name}", possible.pop(name), reason)
+        is_lowered = name == "max_prompt_tokens" and "max_response_tokens" in possible
+        if total is not None and possible.get(name, 0) >= total and not is_lowered:
+            reason = f"wanted less than max_model_len {total}, which is for the {other} too: set limits that fit"
+            move.lost(f"{there}{name}", possible.pop(name), reason)
     return possible
 
 

@@ -148,9 +148,16 @@ def test_a_checkpoint_that_a_tap_saved_before_it_reached_the_other_run_has_consu
     content["state"] |= {"generation": 1, "progress": 0, "step": 0, "source": {}}
     file.write_text(json.dumps(content))
     checkpoint = next(each for each in find_checkpoints(run / "checkpoints")[0] if not each.state.source)
-    auditor = Auditor(run, checkpoint)
-    auditor.check_folder()
-    assert [check.result for check in auditor.checks if check.name == "checkpoint"] == ["holds"], faults(auditor)
+
+    def results(**changes: Any) -> list[str]:
+        auditor = Auditor(run, replace(checkpoint, state=checkpoint.state.model_copy(update=changes)))
+        auditor.check_folder()
+        return [check.result for check in auditor.checks if check.name == "checkpoint"]
+
+    assert results() == ["holds"]
+    assert results(source={"offset": 0, "failed": []}) == ["fault"]
+    (run / "history" / "1.jsonl").write_text("")
+    assert results(progress=2) == ["fault"]
 
 
 def test_a_checkpoint_need_not_name_the_tickets_of_long_ago(run: Path) -> None:
