@@ -23,9 +23,12 @@ from tests.broker_fixtures import connected, note
 from tests.processes import gone
 from tests.waiting import queues_noted, until
 from trinity_mq.bus.topology import Topology
+from trinity_mq.config import load_config
+from trinity_mq.errors import CommandError
 from trinity_mq.local_broker.base import ELECT
 from trinity_mq.local_broker.node import UNLESS_ORPHANED, NodeError, PrivateNode, find_rabbitmq
 from trinity_mq.local_broker.ports import LOOPBACK, accepts_connections, free_ports
+from trinity_mq.targets.connection import Target, open_bus
 
 pytestmark = [pytest.mark.broker, pytest.mark.skipif(find_rabbitmq() is None, reason="RabbitMQ is not installed here")]
 
@@ -201,3 +204,11 @@ async def test_a_queue_that_goes_during_the_elections_spoils_no_other(
         await bus.declare(topology.closed)
         await broker_node.ctl("eval", STOP.format(topology.closed.name))
         await broker_node.ctl("eval", ELECT)
+
+
+@pytest.mark.timeout(180)
+async def test_an_error_while_a_command_uses_the_node_of_a_stopped_run_comes_as_it_is(base: Path) -> None:
+    config = load_config({"name": "mine", "run_dir": str(base.parent), "model": {"tiny": {}}})
+    with pytest.raises(CommandError, match="no stream"):
+        async with open_bus(Target("mine", config.broker, config), "audit"):
+            raise CommandError("no stream")

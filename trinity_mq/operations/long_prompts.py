@@ -16,6 +16,12 @@ from trinity_mq.operations.validate import is_plain
 
 MOST_COUNTED = 5_000
 """Maximum number of prompts per taskset that are tokenized."""
+UNREAD_BYTES = 512
+"""Maximum bytes of the system prompt of a plain workflow. It is read only if a prompt may be too long with so many
+bytes, because reading it imports torch.
+"""
+PROMPTLESS = frozenset({"simple_workflow", "async_simple_workflow"})
+"""Plain workflows without a system prompt."""
 
 
 def count_long_prompts(config: Config, tasksets: Sequence[TasksetConfig]) -> list[str]:
@@ -23,8 +29,8 @@ def count_long_prompts(config: Config, tasksets: Sequence[TasksetConfig]) -> lis
 
     The counted prompt is the system prompt of the record, else of the taskset, else of the workflow, plus the record's
     prompt and the reply prefix of the taskset. Each token has at least one byte, so prompts are tokenized only if these
-    texts have more bytes than half the limit in tokens. Without such prompts the tokenizer is not loaded. The system
-    prompts of plain workflows are short and are left out of this size, because reading them imports torch.
+    texts have more bytes than half the limit in tokens, or may exceed the limit with the system prompt of a plain
+    workflow. Without such prompts the tokenizer is not loaded.
     """
     described = [taskset for taskset in tasksets if taskset.storage.holds_records]
     return [
@@ -42,11 +48,13 @@ def _counted(config: Config, taskset: TasksetConfig, records: Sequence[Record]) 
         for record in records
         if isinstance(text := record.get(taskset.format.prompt_key), str)
     ]
-    default = taskset.format.system_prompt or ("" if is_plain(taskset) else _system_prompt(taskset))
+    default = taskset.format.system_prompt or ""
+    is_unread = is_plain(taskset) and not default and taskset.workflow not in PROMPTLESS
+    if not is_plain(taskset):
+        default = _system_prompt(taskset)
+    least = min(limit // 2, limit - UNREAD_BYTES) if is_unread else limit // 2
     candidates = [
-        (system, text)
-        for system, text in texts
-        if len(((system or default) + text).encode("utf-8", "replace")) > limit // 2
+        (system, text) for system, text in texts if len(((system or default) + text).encode("utf-8", "replace")) > least
     ]
     length = _length(config, taskset) if candidates else None
     if length is None:
@@ -58,11 +66,23 @@ def _counted(config: Config, taskset: TasksetConfig, records: Sequence[Record]) 
 
 
 def _system_prompt(taskset: TasksetConfig) -> str:
-    from trinity_mq.workflows import load_workflow  # imports torch
+    """Return the system prompt that the workflow gives to records without their own."""
+    from trinity_mq.workflows import Task, load_workflow  # imports torch
+    from trinity_mq.workflows.attributes import format_args_of
+    from trinity_mq.workflows.builtin.simple import SimpleWorkflow
 
-    return (
-        taskset.format.system_prompt or getattr(load_workflow(taskset.workflow), "_default_system_prompt", None) or ""
-    )
+    kind, stated = load_workflow(taskset.workflow), taskset.format.system_prompt or ""
+    if not issubclass(kind, SimpleWorkflow):
+        return stated
+    shape, reward_fn = format_args_of(taskset.format), taskset.reward_fn or None
+    task = Task(kind, format_args=shape, workflow_args=taskset.workflow_args, reward_fn=reward_fn)
+    try:
+        workflow = object.__new__(kind)  # its constructor needs a model and a record
+        workflow.task = task
+        prompt = workflow.system_prompt
+    except Exception:  # the class of a user may compute it from its record
+        return stated
+    return prompt if isinstance(prompt, str) else ""
 
 
 def _line(name: str, count: int, total: str, limit: int, *, truncates: bool) -> str:

@@ -10,6 +10,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from trinity_mq.config.loading.secrets import Secrets
 from trinity_mq.rewards.ground_truth import truth_text
 from trinity_mq.runtime.plugins import Registry, resolve
 from trinity_mq.runtime.threads import await_in_thread
@@ -130,10 +131,11 @@ def create_reward(reward: str | Any, args: Mapping[str, Any]) -> _Reward:
         fn: Any = target(**args) if inspect.isclass(target) else functools.partial(target, **args)
         extras, names = _call_form.__wrapped__(fn)
     except (TypeError, ValueError) as error:
-        raise RewardError(
+        wrong = (
             f"reward function {label!r} cannot be called as reward(response, truth, *, finished) with "
             f"reward_fn_args {dict(args)!r}: {error}"
-        ) from error
+        )
+        raise RewardError(Secrets(args).hide(wrong)) from error
     return _Reward(fn, extras - args.keys(), names)
 
 

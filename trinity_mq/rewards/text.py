@@ -84,7 +84,7 @@ def has_form(response: str, form: Form, prompt_end: str | None = None) -> bool:
         ValueError: The format does not exist.
     """
     if form == "boxed":
-        return _has_box(after_thoughts(response, prompt_end))
+        return last_boxed(after_thoughts(response, prompt_end)) is not None
     if form not in {"think_answer", "think_boxed"}:
         raise ValueError(f"form is {form!r}, wanted boxed, think_answer or think_boxed")
     opening, _ = FORMATS[0]
@@ -94,13 +94,8 @@ def has_form(response: str, form: Form, prompt_end: str | None = None) -> bool:
         return False
     rest = thought.strip()
     if form == "think_boxed":
-        return _has_box(rest)
+        return last_boxed(rest) is not None
     return _enclosed(rest, "answer") == ""
-
-
-def _has_box(text: str) -> bool:
-    box = last_boxed(text)
-    return box is not None and bool(box[1].strip())
 
 
 def _enclosed(text: str, tag: str) -> str | None:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from trinity_mq.config.loading.secrets import Secrets
 from trinity_mq.errors import suggest
 from trinity_mq.workflows.workflow import Task, TaskError
 
@@ -86,5 +87,6 @@ def _refuse_closed(record: Mapping[str, Any], open_keys: Sequence[str] | None) -
 def _message(detail: Any, record: Mapping[str, Any]) -> str:
     names = [str(part) for part in detail["loc"]]
     where = ".".join(["raw_task" if names and names[0] in record else "workflow_args", *names])
-    shown_value = "missing" if detail["type"] == "missing" else repr(detail["input"])[:80]
-    return f"{where} is {shown_value}: {detail['msg']}"
+    secrets = Secrets({where: detail["input"]})
+    shown_value = "missing" if detail["type"] == "missing" else secrets.hide(repr(detail["input"]))[:80]
+    return f"{where} is {shown_value}: {secrets.hide(detail['msg'])}"

@@ -57,7 +57,7 @@ class DualWorkflow(Workflow):
 
     async def _dual_body(self) -> list[Experience]:
         """Run the task and return at least one experience with a reward."""
-        raise NotImplementedError(f"{type(self).__name__} has no body(); write it")
+        raise NotImplementedError(f"{type(self).__name__} has no _dual_body(); write it")
 
 
 def _older_helpers(kind: type[DualWorkflow]) -> dict[str, str]:

@@ -10,12 +10,14 @@ import pytest
 from tests.golden.families.makers import tokenizer_of
 from trinity_mq.cli.main import main
 from trinity_mq.config import ConfigError, load_config
+from trinity_mq.operations.long_prompts import count_long_prompts
 from trinity_mq.operations.validate import (
     GREEDY_WORKFLOWS,
     WARNING,
     check_greedy_runs,
     check_optimizer,
     imports_torch,
+    tasksets,
 )
 from trinity_mq.testing.scripted import byte_codec
 
@@ -482,6 +484,28 @@ def test_a_long_system_prompt_makes_the_prompts_of_short_records_too_long(
     text = f"model: {{tiny: {{}}, max_prompt_tokens: 64}}\nbuffer: {{taskset: {taskset}}}"
     assert main(["validate", write(tmp_path, text)]) == 0
     assert "the prompts of 1 of 1 records have more than 64 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("workflow", "system_prompt", "is_long"),
+    [
+        ("simple_workflow", None, False),
+        ("math_answer_workflow", None, True),
+        ("math_answer_workflow", "short", False),
+        ("async_math_workflow", None, True),
+        ("math_boxed_workflow", None, True),
+        ("frozen_lake_game_workflow", None, False),
+    ],
+)
+def test_the_system_prompt_of_a_workflow_counts(
+    tmp_path: Path, workflow: str, system_prompt: str | None, is_long: bool
+) -> None:
+    (tmp_path / "t.jsonl").write_text('{"question": "1", "answer": "1"}\n')
+    shape = {"system_prompt": system_prompt}
+    taskset = {"name": "mine", "path": f"{tmp_path}/t.jsonl", "workflow": workflow, "format": shape}
+    config = load_config({"model": {"tiny": {}, "max_prompt_tokens": 64}, "buffer": {"taskset": taskset}})
+    lines = count_long_prompts(config, tasksets(config))
+    assert ["the prompts of 1 of 1 records have more than 64 tokens" in line for line in lines] == [True] * is_long
 
 
 def test_a_folder_that_is_not_there_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,8 @@ def test_wrong_arguments_are_refused_when_the_reward_is_made():
         create_reward(lambda text, truth: {"accuracy": 1.0}, {})
     with pytest.raises(RewardError, match="is a int"):
         create_reward(3, {})
+    with pytest.raises(RewardError, match=r"reward_fn_args \{'api_key': '\*\*\*'\}"):
+        create_reward("text_format", {"api_key": "s3cr3t"})
 
 
 @pytest.mark.parametrize("result", [{}, {"a": "1"}, {"a": None}, None, "1", [1.0], 1j, np.ones(2)])

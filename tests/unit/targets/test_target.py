@@ -18,8 +18,7 @@ import yaml
 from trinity_mq.cli.main import main
 from trinity_mq.config import Config, ConfigError, load_config
 from trinity_mq.errors import CommandError
-from trinity_mq.local_broker.node import find_rabbitmq
-from trinity_mq.targets.connection import find_target, open_bus
+from trinity_mq.targets.connection import find_target
 from trinity_mq.targets.run_folder import RunFolder
 from trinity_mq.targets.target import load_target_configuration
 
@@ -80,15 +79,6 @@ def test_the_broker_of_a_run_that_was_killed_is_not_taken_for_one(here: Path) ->
     assert find_target(words("mine")).broker.url is None
     with folder.locked():
         assert find_target(words("mine")).broker.url == "amqp://lives/"
-
-
-@pytest.mark.broker
-@pytest.mark.timeout(180)
-@pytest.mark.skipif(find_rabbitmq() is None, reason="RabbitMQ is not installed here")
-async def test_an_error_while_the_private_broker_of_a_stopped_run_is_used_comes_as_it_is(here: Path) -> None:
-    with pytest.raises(CommandError, match="no stream"):
-        async with open_bus(find_target(words("mine")), "audit"):
-            raise CommandError("no stream")
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from trinity_mq.workflows import (
     Workflow,
     load_workflow,
 )
-from trinity_mq.workflows.arguments import Arguments, arguments_of
+from trinity_mq.workflows.arguments import Arguments, arguments_of, check_arguments
 
 BODY = TaskBody(
     workflow="async_simple_workflow",
@@ -227,6 +227,13 @@ def test_a_task_from_outside_gives_the_arguments_that_are_open_and_another_task_
         arguments(["seed"])
     task = Task.from_body(TaskBody(workflow="math_workflow", record_args=["seed"]))
     assert task.copy_for_run().to_body().record_args == ["seed"], "also on the way through a runner"
+
+
+@pytest.mark.parametrize("env_args", [{"API_KEY": ["s3cr3t"]}, f"{'x' * 60} API_KEY=s3cr3t-s3cr3t"])
+def test_a_wrong_argument_shows_no_secret(env_args):
+    with pytest.raises(TaskError, match=r"env_args.* is .*\*\*\*.*: Input should be") as caught:
+        check_arguments({"env_args": env_args}, Play)
+    assert "s3c" not in str(caught.value)
 
 
 # -- from names to workflows: built-in, from installed packages, by dotted path, from a plug-in folder

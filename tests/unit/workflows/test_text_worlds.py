@@ -254,6 +254,17 @@ async def test_steps_of_alfworld_have_what_gigpo_compares(game: str, worlds: dic
     ]
 
 
+@pytest.mark.parametrize(("name", "reward"), [("alfworld_workflow", 0.0), ("step_wise_alfworld_workflow", -0.1)])
+async def test_a_game_that_the_context_cuts_has_the_reward_of_trinity(
+    game: str, worlds: dict[str, str], name: str, reward: float
+) -> None:
+    limit = len(prompts.ALFWORLD) + 300
+    played, asked = await play(name, game, [action("x" * 400)], worlds, limit=limit)
+    assert len(asked) == 1
+    assert [(step.reward, step.truncate_status) for step in played] == [(reward, None), (reward, "prompt_truncated")]
+    assert played[-1].metrics["prompt_too_long"] == 1.0
+
+
 def parts(command: str) -> str:
     return f"<experience>know</experience>\n<think>so</think>\n<action>{command}</action>"
 

@@ -43,13 +43,10 @@ _UNIT_LETTERS = frozenset("mghsLlCFKAVW")
 """Letters that are a unit after a number; inside a formula only after a number and a space."""
 _SHORT_WORDS = re.compile(r"an|as|at|by|he|if|in|is|it|me|my|of|on|or|per|so|to|us|we|the|dry", re.IGNORECASE)
 """Letters in a formula that are read as a word and not as a product: words of two letters, and a few others."""
-_SIGNS = {"\u2212": "-", "\u2013": "-", "\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2044": "/", "**": "^"} | {
-    "\u22c5": "*",
-    "\u2219": "*",
-    "\\times": "*",
-    "\\cdot": "*",
-    "\\div": "/",
-}
+_SIGNS = {
+    "\u2212": "-", "\u2013": "-", "\u00d7": "*", "\u00b7": "*", "\u22c5": "*", "\u2219": "*", "\\times": "*",
+    "\\cdot": "*", "\u00f7": "/", "\u2044": "/", "\\div": "/", "**": "^",
+}  # fmt: skip
 _CURRENCY = "$\u20ac\u00a3\u00a5\u20b9"
 _COMMA = r"(?:\{,\}|,\\!|\\[,;:\ ]|,|[~\u00a0\u2009\u202f])"
 _TOKEN = re.compile(
@@ -291,23 +288,41 @@ def _quantity(
     """Return the quantity in ``run``, adjacent tokens without words, as a list; an empty list if they are not a
     quantity.
     """
-    before, after = (token is not None and token.kind == "word" for token in around)
-    is_equation = any(token.kind == "equal" for token in run)
-    cut = [False, False]  # whether words cut off the left and the right end: "hours * 3", "3 + tax"
-    while run and run[0].kind in {"op", "equal"} and not _is_sign(text, run, before, latex):
-        cut[0] |= run[0].kind == "op" and (is_equation or (before and (latex or run[0].text != "-")))
-        before &= run[0].kind == "op"
-        run = run[1:]
-    while run and run[-1].kind in {"op", "equal"}:
-        cut[1] |= after and (run[-1].text in {"+", "*", "^"} or (latex and run[-1].text == "-"))
-        run = run[:-1]
+    run, cut = _trimmed(text, run, around, latex)
     kinds = [token.kind for token in run]
     formula = any(token.text.startswith("\\") for token in run if token.kind == "name")
     if not ("number" in kinds or formula or (kinds.count("name") > 1 and "op" in kinds)):
         return []
+    signs, sides = _split(run)
+    read = [_side(side) for side in sides]
     start, end = (0, len(text)) if any(cut) else (run[0].start, run[-1].end)
-    signs, sides = [""], [list[_Token]()]
-    depth = 0
+    if not any(cut) and read[-1].value is None and not read[-1].is_name and all(side.is_name for side in read[:-1]):
+        start = sides[-1][0].start  # "x = 3y" is 3y
+    return [_equation(read, signs, cut, checked, latex)._replace(start=start, end=end)]
+
+
+def _trimmed(
+    text: str, run: list[_Token], around: tuple[_Token | None, _Token | None], latex: bool
+) -> tuple[list[_Token], tuple[bool, bool]]:
+    """Return ``run`` without the operators and equals signs at its ends, except for a sign of the first number. Also
+    return whether words cut off the left and the right end, as in "hours * 3" and "3 + tax".
+    """
+    before, after = (token is not None and token.kind == "word" for token in around)
+    is_equation = any(token.kind == "equal" for token in run)
+    left = right = False
+    while run and run[0].kind in {"op", "equal"} and not _is_sign(text, run, before, latex):
+        left |= run[0].kind == "op" and (is_equation or (before and (latex or run[0].text != "-")))
+        before &= run[0].kind == "op"
+        run = run[1:]
+    while run and run[-1].kind in {"op", "equal"}:
+        right |= after and (run[-1].text in {"+", "*", "^"} or (latex and run[-1].text == "-"))
+        run = run[:-1]
+    return run, (left, right)
+
+
+def _split(run: Sequence[_Token]) -> tuple[list[str], list[list[_Token]]]:
+    """Return the sides of an equation, and before each side the equals sign; an empty text before the first side."""
+    signs, sides, depth = [""], [list[_Token]()], 0
     for token in run:
         depth += (token.kind == "open") - (token.kind == "close")
         if token.kind == "equal" and not depth:
@@ -315,10 +330,7 @@ def _quantity(
             sides.append([])
         else:
             sides[-1].append(token)
-    read = [_side(side) for side in sides]
-    if not any(cut) and read[-1].value is None and not read[-1].is_name and all(side.is_name for side in read[:-1]):
-        start = sides[-1][0].start  # "x = 3y" is 3y
-    return [_equation(read, signs, (cut[0], cut[1]), checked, latex)._replace(start=start, end=end)]
+    return signs, sides
 
 
 def _is_sign(text: str, run: Sequence[_Token], before: bool, latex: bool) -> bool:

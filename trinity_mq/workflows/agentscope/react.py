@@ -26,6 +26,7 @@ from trinity_mq.workflows.agentscope.adapter import (
 )
 from trinity_mq.workflows.auxiliary import auxiliary_index
 from trinity_mq.workflows.builtin.judging import JUDGE, judge_answer
+from trinity_mq.workflows.builtin.tools import shortened
 from trinity_mq.workflows.errors import SandboxFailed
 from trinity_mq.workflows.sessions.sandbox import Sandbox, interpreter, read_text
 from trinity_mq.workflows.workflow import Task, TaskError
@@ -194,18 +195,12 @@ class SandboxedPython:
             raise
         finally:
             await asyncio.shield(sandbox.remove())
-        output, errors = (shortened(text or "") for text in texts)
+        output, errors = (shortened(text or "", MAX_OUTPUT) for text in texts)
         code_text = -1 if ended.code is None else ended.code
         if ended.code is None:
             late = f"TimeoutError: The code execution exceeded the timeout of {seconds:g} seconds."
             errors = f"{errors}\n{late}" if errors else late
         return f"<returncode>{code_text}</returncode><stdout>{output}</stdout><stderr>{errors}</stderr>"
-
-
-def shortened(text: str) -> str:
-    """Return ``text``, or the beginning of a text with more than :data:`MAX_OUTPUT` characters."""
-    over = len(text) - MAX_OUTPUT
-    return text if over <= 0 else f"{text[:MAX_OUTPUT]}... ({over} characters more)"
 
 
 class SearchArguments(ReActArguments):

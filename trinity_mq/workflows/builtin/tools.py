@@ -31,6 +31,12 @@ class Result:
     """False: the tool does not exist, rejected the arguments, or failed. The text gives the reason."""
 
 
+def shortened(text: str, most: int) -> str:
+    """Return ``text``, or the first ``most`` characters of a longer text with the number of the others."""
+    over = len(text) - most
+    return text if over <= 0 else f"{text[:most]}... ({over} characters more)"
+
+
 class Toolbox:
     """Functions that a model may call.
 
@@ -76,7 +82,7 @@ class Toolbox:
         """
         try:
             tool, call_arguments = self._parsed_call(name, arguments)
-            return self._shortened(tool.call(call_arguments))
+            return self._result(tool.call(call_arguments))
         except RunFailedError:
             raise
         except Exception as error:  # raised by the user's function, or about the call
@@ -94,8 +100,8 @@ class Toolbox:
             tool, call_arguments = self._parsed_call(name, arguments)
             async with asyncio.timeout(timeout) as limit:
                 if tool.is_async:
-                    return self._shortened(await tool.call(call_arguments))
-                return self._shortened(await in_thread(lambda: tool.call(call_arguments), f"tool-{name}", interrupt))
+                    return self._result(await tool.call(call_arguments))
+                return self._result(await in_thread(lambda: tool.call(call_arguments), f"tool-{name}", interrupt))
         except RunFailedError:
             raise
         except Exception as error:  # raised by the user's function, or about the call
@@ -117,10 +123,9 @@ class Toolbox:
             raise _CallError(f"the arguments are a {type(parsed).__name__}, wanted a JSON object")
         return tool, parsed
 
-    def _shortened(self, value: Any) -> Result:
+    def _result(self, value: Any) -> Result:
         text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-        over = len(text) - self._max_result
-        return Result(text if over <= 0 else f"{text[: self._max_result]}... ({over} characters more)", True)
+        return Result(shortened(text, self._max_result), True)
 
 
 class _Tool:

@@ -69,7 +69,8 @@ class AlfworldWorkflow(GameFileWorkflow):
 
 
 class StepWiseAlfworldWorkflow(AlfworldWorkflow):
-    """:class:`AlfworldWorkflow` with an experience for each step, all with the reward of the game.
+    """:class:`AlfworldWorkflow` with an experience for each step, all with the reward of the game. A game that the
+    model's context cuts has not ended, so its reward is -0.1, as in Trinity-RFT.
 
     ``info`` of each has ``env_state_hash``, the SHA-256 digest of the step's message with the observation, and
     ``step_reward``: GiGPO compares steps by these two facts.

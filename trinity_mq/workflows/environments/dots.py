@@ -7,7 +7,8 @@ when a batch is made; here a record is a pack.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Annotated, Literal
 
 import numpy as np
@@ -184,7 +185,7 @@ class GridTask:
         self.entered: list[int] = []
         """Costs of all entered cells."""
         self.invalid = ""
-        """Reason why a move was invalid and ended the task. Empty: no move was invalid."""
+        """Feedback on an invalid move, which ended the task. Empty: no move was invalid."""
 
     @property
     def loss(self) -> float:
@@ -205,9 +206,10 @@ class GridTask:
         """Make a move, and return the feedback for the model. An invalid move ends the task, and so does None, an
         answer without a move.
         """
-        self.invalid = self._problem(destination)
-        if destination is None or self.invalid:
-            return f"Invalid action: {self.invalid} Game over."
+        problem = self._problem(destination)
+        if destination is None or problem:
+            self.invalid = f"Invalid action: {problem} Game over."
+            return self.invalid
         (row, column), (to_row, to_column) = self.place, destination
         count = max(abs(to_row - row), abs(to_column - column))
         down, right = (int(np.sign(to - at)) for to, at in ((to_row, row), (to_column, column)))
@@ -237,7 +239,7 @@ class GridTask:
     def outcome(self) -> str:
         """Return the text that tells the author of hints how the task ended. Its form comes from Trinity-RFT."""
         if self.invalid:
-            end = f"Invalid action: {self.invalid} Game over."
+            end = self.invalid
         elif self.place == self.goal:
             end = (
                 f"Success: finished round {self.rounds} at the target. Normalized loss: {self.loss:.4f}; reward: "
@@ -309,18 +311,10 @@ class GridNavigationPackWorkflow(ConversationWorkflow):
                 break
             feedback = task.move(read_destination(answer))
             conversation.messages[-1]["content"] = compressed(answer, arguments.context_compression_mode)
-        course = [f"System:\n{system}"]
-        shown = conversation.messages[1:]
-        for number, place in enumerate(range(0, len(shown), 2), 1):
-            action = shown[place + 1]["content"] if place + 1 < len(shown) else "(no action)"
-            course.append(f"Step {number}:\nObservation: {shown[place]['content']}\nAction: {action}")
-        course.append(
-            f"Final environment state:\nPosition: {task.place}\nTarget: {task.goal}\nNormalized loss: {task.loss:.4f}\n"
-            f"Observed cost grid:\n{task.grid.show()}"
-        )
         reward = max(0.0, task.reward - self._length_penalty(conversation.answers, task)) if task.reward else 0.0
         info = {"env_rounds": task.moves, "invalid_move": int(bool(task.invalid)), "normalized_loss": task.loss}
-        return conversation.experiences(reward, info, self.run_id_base), "\n\n".join(course)
+        experiences = conversation.experiences(reward, info, self.run_id_base)
+        return experiences, _course(system, conversation.messages[1:], task)
 
     def _length_penalty(self, answers: Sequence[Experience], task: GridTask) -> float:
         arguments = self.arguments
@@ -393,6 +387,22 @@ def compressed(answer: str, mode: str) -> str:
         stated = between(answer, "<answer>", "</answer>").strip()
         return f"<answer>{stated}</answer>" if stated else "(Failed to parse answer from response)"
     return answer
+
+
+def _course(system: str, messages: Sequence[Mapping[str, str]], task: GridTask) -> str:
+    """Return the course of a task as the author of hints reads it: the system prompt without hints, the rounds, and the
+    final state.
+    """
+    rounds = zip_longest(messages[::2], messages[1::2], fillvalue={"content": "(no action)"})
+    steps = [
+        f"Step {number}:\nObservation: {question['content']}\nAction: {action['content']}"
+        for number, (question, action) in enumerate(rounds, 1)
+    ]
+    end = (
+        f"Final environment state:\nPosition: {task.place}\nTarget: {task.goal}\nNormalized loss: {task.loss:.4f}\n"
+        f"Observed cost grid:\n{task.grid.show()}"
+    )
+    return "\n\n".join([f"System:\n{system}", *steps, end])
 
 
 def _question(task: GridTask, feedback: str) -> str:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field, ValidationError
 from trinity_mq.config.modes.gateway import Merge, SharedPrefix, Switches
 from trinity_mq.experience import Experience
 from trinity_mq.gateway.local import LocalSession, local_session
+from trinity_mq.gateway.session import Session
 from trinity_mq.models.errors import EngineLost
 from trinity_mq.workflows.arguments import Arguments, arguments_of
 from trinity_mq.workflows.errors import KIND, RunFailedError, SandboxFailed
@@ -169,39 +170,15 @@ class ProgramWorkflow(Workflow):
                 raise
 
     def _experiences(self, session: LocalSession, answer: Mapping[str, Any], program: Program) -> list[Experience]:
-        try:
-            result = ProgramResult.model_validate(answer)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise RunFailedError(f"{program.name} gave the {where} {first['input']!r:.80}: {first['msg']}") from error
-        if result.kind is not None:
-            raise SandboxFailed(result.error or result.kind, kind=result.kind)
-        if result.reward is None and not result.rewards:
-            why = result.error or "it has no key reward"
-            raise RunFailedError(f'{program.name} gave no reward: {why}; wanted such as {{"reward": 1.0}}')
-        recorded = session.session
+        result, recorded = _result_of(program, answer), session.session
         calls = list(recorded.calls.values())
         if not calls:
             raise RunFailedError(f"{program.name} has not asked the model: did it use the base URL that it was given?")
-        rewards: dict[tuple[str, int | None], float] = {}
-        lineage_rewards: dict[str, float] = {}
-        for call_reward in result.rewards:
-            named = [name for name in (call_reward.call, call_reward.lineage) if name is not None]
-            if len(named) != 1 or (call_reward.lineage is not None and call_reward.choice is not None):
-                raise RunFailedError(f"{program.name} gave a reward that names {named}, wanted one call or one lineage")
-            if (call := recorded.call_of(named[0])) is None:
-                raise RunFailedError(
-                    f"{program.name} rewarded call {named[0]!r}, which is none of its {len(calls)} calls"
-                )
-            if call_reward.call is None:
-                lineage_rewards[call.call] = call_reward.reward
-            else:
-                rewards[call.call, call_reward.choice] = call_reward.reward
+        call_rewards, lineage_rewards = _rewards_by_call(program, result.rewards, recorded)
         experiences = session_experiences(
             calls,
             reward=result.reward,
-            call_rewards=rewards,
+            call_rewards=call_rewards,
             lineage_rewards=lineage_rewards,
             merge=self.arguments.merge,
             turn_discount=self.arguments.turn_discount,
@@ -213,6 +190,52 @@ class ProgramWorkflow(Workflow):
             experience.eid.run, experience.eid.step = self.run_id_base, step
         experiences[-1].metrics |= session_metrics(calls, len(experiences)) | result.metrics
         return experiences
+
+
+def _result_of(program: Program, answer: Mapping[str, Any]) -> ProgramResult:
+    """Return the result in the answer of a program.
+
+    Raises:
+        SandboxFailed: The program reports a failure that is not the task's fault.
+        RunFailedError: A value is invalid, or the answer holds no reward.
+    """
+    try:
+        result = ProgramResult.model_validate(answer)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise RunFailedError(f"{program.name} gave the {where} {first['input']!r:.80}: {first['msg']}") from error
+    if result.kind is not None:
+        raise SandboxFailed(result.error or result.kind, kind=result.kind)
+    if result.reward is None and not result.rewards:
+        why = result.error or "it has no key reward"
+        raise RunFailedError(f'{program.name} gave no reward: {why}; wanted such as {{"reward": 1.0}}')
+    return result
+
+
+def _rewards_by_call(
+    program: Program, rewards: Sequence[CallReward], session: Session
+) -> tuple[dict[tuple[str, int | None], float], dict[str, float]]:
+    """Return the rewards of answers by (call id, choice index), and the rewards of lineages by call id.
+
+    Raises:
+        RunFailedError: A reward names no call of the session, or not exactly one call or lineage.
+    """
+    call_rewards: dict[tuple[str, int | None], float] = {}
+    lineage_rewards: dict[str, float] = {}
+    for entry in rewards:
+        names = [name for name in (entry.call, entry.lineage) if name is not None]
+        if len(names) != 1 or (entry.lineage is not None and entry.choice is not None):
+            raise RunFailedError(f"{program.name} gave a reward that names {names}, wanted one call or one lineage")
+        if (call := session.call_of(names[0])) is None:
+            raise RunFailedError(
+                f"{program.name} rewarded call {names[0]!r}, which is none of its {len(session.calls)} calls"
+            )
+        if entry.call is None:
+            lineage_rewards[call.call] = entry.reward
+        else:
+            call_rewards[call.call, entry.choice] = entry.reward
+    return call_rewards, lineage_rewards
 
 
 def environment_of(session: LocalSession) -> dict[str, str]:
