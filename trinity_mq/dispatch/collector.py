@@ -162,8 +162,8 @@ class Collector:
 
     async def ensure(self, ticket: Ticket, results: Sequence[TaskResult]) -> None:
         """Return once the experiences of the attempts of ``results`` have been read, by this or by another call. Parts
-        that cannot be decoded are dead-lettered and count as read. If the queue no longer exists, the loss is only
-        logged. Return at once if the ticket was forgotten.
+        that cannot be decoded are dead-lettered and count as read, unless their headers do not name their attempts. If
+        the queue no longer exists, the loss is only logged. Return at once if the ticket was forgotten.
 
         Experiences reach the broker before their result, so all parts that a result lists are already in the queue.
 
@@ -228,38 +228,38 @@ class Collector:
         return held.consumer
 
     async def _read(self, held: _Held, delivery: Delivery) -> None:
-        """Store the parts of a delivery that are not stored yet, and acknowledge the delivery. A part that cannot be
-        decoded is dead-lettered and stored as empty.
-
-        Raises:
-            StoreUnavailable: The blob store did not answer. The delivery is requeued.
-        """
-        if delivery.kind == Mark.kind:
-            await acknowledge(delivery)  # BatchQueues sent the mark to test whether the queue confirms messages
-            return
-        try:
-            shares = [share for share in attempt_rows_of(delivery) if share.key not in held.parts]
-        except DecodeError as error:
-            await dead_letter(self._bus, self._topology, delivery, str(error), self._by)
-            shares = []
-        if shares:
-            inline = delivery.content_type != REFERENCE and len(delivery.body) <= INLINE
+        """Store the parts of a delivery, and acknowledge the delivery. Requeue it if this fails."""
+        if delivery.kind != Mark.kind:  # BatchQueues sends marks to test whether the queue confirms messages
             try:
-                experiences = (
-                    _decode(self._store, delivery, shares)
-                    if inline
-                    else await run_with_store_retries(_decode, self._store, delivery, shares)
-                )
-                for share in shares:
-                    held.parts[share.key] = experiences if share.rows is None else experiences[share.rows]
-            except DecodeError as error:
-                await dead_letter(self._bus, self._topology, delivery, f"does not decode: {error}", self._by)
-                held.parts.update((share.key, []) for share in shares)
-            except (StoreUnavailable, asyncio.CancelledError):
+                await self._store_parts(held, delivery)
+            except BaseException:
                 await requeue(delivery)  # otherwise the delivery would stay unread and reach no later call
                 raise
         await acknowledge(delivery)
         held.changed.notify()
+
+    async def _store_parts(self, held: _Held, delivery: Delivery) -> None:
+        """Store the parts of a delivery that are not stored yet. Dead-letter a delivery that does not decode, and store
+        the parts that its headers name as empty.
+
+        Raises:
+            StoreUnavailable: The blob store did not answer.
+        """
+        shares: list[AttemptRows] = []
+        try:
+            shares = [share for share in attempt_rows_of(delivery) if share.key not in held.parts]
+            if not shares:
+                return
+            if delivery.content_type != REFERENCE and len(delivery.body) <= INLINE:
+                experiences = _decode(self._store, delivery, shares)
+            else:
+                experiences = await run_with_store_retries(_decode, self._store, delivery, shares)
+        except DecodeError as error:
+            await dead_letter(self._bus, self._topology, delivery, f"does not decode: {error}", self._by)
+            held.parts.update((share.key, []) for share in shares)
+        else:
+            for share in shares:
+                held.parts[share.key] = experiences if share.rows is None else experiences[share.rows]
 
 
 def _keys(results: Sequence[TaskResult]) -> Iterator[PartKey]:

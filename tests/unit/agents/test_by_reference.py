@@ -635,3 +635,16 @@ async def test_a_damaged_blob_of_a_caller_is_parked_with_the_reason(disk: Disk) 
     assert await call.take(collector) == []
     (reason,) = call.world.reasons()
     assert "has 5 bytes" in reason
+
+
+async def test_a_call_that_ends_while_it_parks_a_damaged_blob_leaves_it_for_the_next(disk: Disk) -> None:
+    call = Call(disk)
+    collector = await call.collector()
+    (path,) = disk.blobs("batch")
+    path.write_bytes(b"short")
+    taking = asyncio.create_task(call.take(collector))
+    call.world.kill_after = len(call.world.wire) + 1, taking  # when the dead letter is sent
+    await asyncio.wait([taking])
+    assert taking.cancelled()
+    assert await call.take(collector) == []
+    assert "has 5 bytes" in call.world.reasons()[0]
