@@ -42,6 +42,7 @@ INLINE = 1024 * 1024
 """Maximum bytes of a message that is decoded on the event loop. For such a message, a handover to a thread would take
 longer.
 """
+STOPPED = "the scheduler was stopped while a caller waited for it; call start() again"
 BURST = 16
 """Number of messages to read before other tasks of the event loop get a turn."""
 
@@ -170,6 +171,7 @@ class Collector:
         Raises:
             TimeoutError: Broker and blob store delivered nothing for ``BrokerConfig.publish_timeout`` seconds.
             StoreUnavailable: The blob store did not answer. A later call may succeed.
+            RuntimeError: :meth:`close` ended the call.
         """
         held = self._held.get(ticket.ticket)
         if held is None:
@@ -184,8 +186,11 @@ class Collector:
                             with held.being_read():
                                 await self._read(held, await anext(await self._consumer(held, ticket)))
                         silence.reschedule(asyncio.get_running_loop().time() + self._timeout)
-        except (QueueGone, StopAsyncIteration):
+        except QueueGone:
             log.error("batch_queue_gone", ticket=ticket.ticket)
+        except StopAsyncIteration:
+            if ticket.ticket in self._held:  # not forgotten, so the experiences stay for a later call
+                raise RuntimeError(STOPPED) from None
 
     def pop(self, ticket: Ticket, results: Sequence[TaskResult]) -> list[Experience]:
         """Remove and return the experiences of the attempts of ``results`` that have been read, in the order of their

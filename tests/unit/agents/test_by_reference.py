@@ -627,6 +627,20 @@ async def test_a_call_ends_when_a_part_does_not_arrive(disk: Disk) -> None:
     assert loop.time() - began == pytest.approx(call.world.config.broker.publish_timeout, abs=1.0)
 
 
+async def test_a_call_that_waits_at_the_end_of_its_collector_fails_and_leaves_what_was_read_for_the_next(
+    disk: Disk,
+) -> None:
+    call = Call(disk)
+    collector = await call.collector()
+    two_parts = call.result.model_copy(update={"parts": 2})
+    taking = asyncio.create_task(collector.take(call.ticket, [two_parts]))
+    await asyncio.sleep(1)
+    await collector.close()
+    with pytest.raises(RuntimeError, match="the scheduler was stopped"):
+        await taking
+    assert await call.take(collector) == [LARGE]
+
+
 async def test_a_damaged_blob_of_a_caller_is_parked_with_the_reason(disk: Disk) -> None:
     call = Call(disk)
     collector = await call.collector()
