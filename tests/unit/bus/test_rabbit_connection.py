@@ -149,7 +149,8 @@ class LookingBus(RabbitBus):
     """A bus on a broker that answers with these functions."""
 
     def __init__(self, **broker: Any) -> None:
-        super().__init__("amqp://nobody@127.0.0.1:1/", Topology("r"), config=BrokerConfig(), name="test")
+        config = BrokerConfig(connect_timeout=0.1)
+        super().__init__("amqp://nobody@127.0.0.1:1/", Topology("r"), config=config, name="test")
         self.repaired = asyncio.Event()
         answers: Any = SimpleNamespace(own=self.own, **broker)
         self._admin = answers
@@ -217,14 +218,17 @@ async def test_a_lock_that_could_not_be_taken_again_is_tried_at_the_next_look() 
     assert lock.held
 
 
-async def test_an_unexpected_error_of_the_look_for_queues_does_not_end_the_reconnect_routine(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_a_look_for_queues_that_fails_or_hangs_does_not_end_the_reconnect_routine(
+    monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
     monkeypatch.setattr(rabbit_bus, "LOOK_SECONDS", 0.01)
     looked = asyncio.Event()
 
     async def fails(_name: str) -> bool:
         looked.set()
+        if hangs:
+            await asyncio.Event().wait()
         raise ValueError("unexpected")
 
     bus = LookingBus(is_lost=fails)
