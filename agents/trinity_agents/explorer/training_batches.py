@@ -265,7 +265,7 @@ class TrainingBatches:
         return [
             ticket
             for ticket in self._dispatcher.tickets.values()
-            if (ticket.deliver == "pipeline" or (ticket.deliver == "none" and ticket.submissions))
+            if (ticket.deliver == "pipeline" or _is_submitted_evaluation(ticket))
             and (ticket.is_complete or ticket.manifest is not None)
         ]
 
@@ -461,11 +461,13 @@ class TrainingBatches:
     @property
     def open_submitted(self) -> int:
         """Number of open submitted evaluations."""
-        return sum(
-            ticket.deliver == "none" and bool(ticket.submissions) for ticket in self._dispatcher.tickets.values()
-        )
+        return sum(map(_is_submitted_evaluation, self._dispatcher.tickets.values()))
 
     @property
     def all_consumed(self) -> bool:
         """Whether every opened batch has been closed and consumed by the trainer."""
         return not self._open_batches and not self._state.following.tickets
+
+
+def _is_submitted_evaluation(ticket: Ticket) -> bool:
+    return ticket.deliver == "none" and bool(ticket.submissions)
