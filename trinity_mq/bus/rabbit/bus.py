@@ -309,7 +309,7 @@ class RabbitBus(Bus):
             else:
                 if lock.queue in self._locks:
                     lock.reconnected(retaken=True)
-                else:  # its agent released it meanwhile
+                else:  # its agent has released it during the await
                     await self._admin.delete(lock.queue)
 
     def _suspend_locks(self) -> None:
