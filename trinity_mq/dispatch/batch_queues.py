@@ -210,10 +210,8 @@ class BatchQueues:
         """Return whether the queue confirms or returns a mark in time. A returned mark means that the queue was deleted
         in the meantime.
         """
-        exchange, key = (
-            self._topology.exchange("experiences"),
-            self._topology.batch_routing_key(ticket.batch, ticket.ticket),
-        )
+        exchange = self._topology.exchange("experiences")
+        key = self._topology.batch_routing_key(ticket.batch, ticket.ticket)
         try:
             async with self._clock.timeout(patience):
                 while True:

@@ -42,6 +42,7 @@ INLINE = 1024 * 1024
 """Maximum bytes of a message that is decoded on the event loop. For such a message, a handover to a thread would take
 longer.
 """
+STOPPED = "the scheduler was stopped while a caller waited for it; call start() again"
 BURST = 16
 """Number of messages to read before other tasks of the event loop get a turn."""
 
@@ -162,14 +163,15 @@ class Collector:
 
     async def ensure(self, ticket: Ticket, results: Sequence[TaskResult]) -> None:
         """Return once the experiences of the attempts of ``results`` have been read, by this or by another call. Parts
-        that cannot be decoded are dead-lettered and count as read. If the queue no longer exists, the loss is only
-        logged. Return at once if the ticket was forgotten.
+        that cannot be decoded are dead-lettered and count as read, unless their headers do not name their attempts. If
+        the queue no longer exists, the loss is only logged. Return at once if the ticket was forgotten.
 
         Experiences reach the broker before their result, so all parts that a result lists are already in the queue.
 
         Raises:
             TimeoutError: Broker and blob store delivered nothing for ``BrokerConfig.publish_timeout`` seconds.
             StoreUnavailable: The blob store did not answer. A later call may succeed.
+            RuntimeError: :meth:`close` ended the call.
         """
         held = self._held.get(ticket.ticket)
         if held is None:
@@ -184,8 +186,11 @@ class Collector:
                             with held.being_read():
                                 await self._read(held, await anext(await self._consumer(held, ticket)))
                         silence.reschedule(asyncio.get_running_loop().time() + self._timeout)
-        except (QueueGone, StopAsyncIteration):
+        except QueueGone:
             log.error("batch_queue_gone", ticket=ticket.ticket)
+        except StopAsyncIteration:
+            if ticket.ticket in self._held:  # not forgotten, so the experiences stay for a later call
+                raise RuntimeError(STOPPED) from None
 
     def pop(self, ticket: Ticket, results: Sequence[TaskResult]) -> list[Experience]:
         """Remove and return the experiences of the attempts of ``results`` that have been read, in the order of their
@@ -228,38 +233,38 @@ class Collector:
         return held.consumer
 
     async def _read(self, held: _Held, delivery: Delivery) -> None:
-        """Store the parts of a delivery that are not stored yet, and acknowledge the delivery. A part that cannot be
-        decoded is dead-lettered and stored as empty.
-
-        Raises:
-            StoreUnavailable: The blob store did not answer. The delivery is requeued.
-        """
-        if delivery.kind == Mark.kind:
-            await acknowledge(delivery)  # BatchQueues sent the mark to test whether the queue confirms messages
-            return
-        try:
-            shares = [share for share in attempt_rows_of(delivery) if share.key not in held.parts]
-        except DecodeError as error:
-            await dead_letter(self._bus, self._topology, delivery, str(error), self._by)
-            shares = []
-        if shares:
-            inline = delivery.content_type != REFERENCE and len(delivery.body) <= INLINE
+        """Store the parts of a delivery, and acknowledge the delivery. Requeue it if this fails."""
+        if delivery.kind != Mark.kind:  # BatchQueues sends marks to test whether the queue confirms messages
             try:
-                experiences = (
-                    _decode(self._store, delivery, shares)
-                    if inline
-                    else await run_with_store_retries(_decode, self._store, delivery, shares)
-                )
-                for share in shares:
-                    held.parts[share.key] = experiences if share.rows is None else experiences[share.rows]
-            except DecodeError as error:
-                await dead_letter(self._bus, self._topology, delivery, f"does not decode: {error}", self._by)
-                held.parts.update((share.key, []) for share in shares)
-            except (StoreUnavailable, asyncio.CancelledError):
+                await self._store_parts(held, delivery)
+            except BaseException:
                 await requeue(delivery)  # otherwise the delivery would stay unread and reach no later call
                 raise
         await acknowledge(delivery)
         held.changed.notify()
+
+    async def _store_parts(self, held: _Held, delivery: Delivery) -> None:
+        """Store the parts of a delivery that are not stored yet. Dead-letter a delivery that does not decode, and store
+        the parts that its headers name as empty.
+
+        Raises:
+            StoreUnavailable: The blob store did not answer.
+        """
+        shares: list[AttemptRows] = []
+        try:
+            shares = [share for share in attempt_rows_of(delivery) if share.key not in held.parts]
+            if not shares:
+                return
+            if delivery.content_type != REFERENCE and len(delivery.body) <= INLINE:
+                experiences = _decode(self._store, delivery, shares)
+            else:
+                experiences = await run_with_store_retries(_decode, self._store, delivery, shares)
+        except DecodeError as error:
+            await dead_letter(self._bus, self._topology, delivery, f"does not decode: {error}", self._by)
+            held.parts.update((share.key, []) for share in shares)
+        else:
+            for share in shares:
+                held.parts[share.key] = experiences if share.rows is None else experiences[share.rows]
 
 
 def _keys(results: Sequence[TaskResult]) -> Iterator[PartKey]:

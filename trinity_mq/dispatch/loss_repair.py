@@ -157,9 +157,9 @@ class LossRepair:
             if (undecided := self._waiting(tickets)) is None:
                 looks.reset()
                 return
-            lost = [name for name in lost if name in undecided]
-            await self._send_again(queue, {name: undecided[name] for name in lost})
-            looks.sent_again(lost)
+            slices = {name: undecided[name] for name in lost if name in undecided}
+            await self._send_again(queue, slices)
+            looks.sent_again(slices)
 
     async def _depth(self, queue: Queue) -> int:
         """Return the number of messages in a queue. Declare the queue again if it was deleted."""

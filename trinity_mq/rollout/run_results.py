@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -38,7 +39,7 @@ class RunResults:
         """
         taskset, index = task.index.get("taskset"), task.index.get("index")
         truth = expected_answer(task.truth)
-        tokens, last = 0, last_step(experiences)
+        last = last_step(experiences)
         for experience in experiences:
             eid = experience.eid
             eid.batch, eid.run, eid.task = task.batch_id, run, task.task_id if eid.task == "" else eid.task
@@ -50,8 +51,7 @@ class RunResults:
                 experience.info = {**(experience.info or {}), "model_version": oldest[1]}
             if truth is not None:
                 experience.info = {TRUTH: truth, **(experience.info or {})}
-            tokens += experience.response_length
-        metrics = {"response_tokens:sum": float(tokens)}
+        metrics = {"response_tokens:sum": float(sum(experience.response_length for experience in experiences))}
         if last.reward is not None:
             metrics["reward"] = last.reward
         if reported := [experience.metrics for experience in experiences if experience.metrics]:
@@ -88,12 +88,12 @@ def answer_texts(outcome: SliceOutcome) -> list[str]:
     """Return the answers of the first :data:`MOST_ANSWERS` finished runs of a slice, for a person: the text of the last
     workflow step of each run, shortened to :data:`MOST_ANSWER` characters.
     """
-    last: dict[int, Experience] = {}
+    by_run = defaultdict[int, list[Experience]](list)
     for experience in outcome.experiences:
-        if experience.eid.run not in last or experience.eid.step >= last[experience.eid.run].eid.step:
-            last[experience.eid.run] = experience
+        by_run[experience.eid.run].append(experience)
     return [
-        truncate_middle(_text_of(last[run]) if run in last else "", MOST_ANSWER) for run in outcome.runs[:MOST_ANSWERS]
+        truncate_middle(_text_of(last_step(by_run[run])) if run in by_run else "", MOST_ANSWER)
+        for run in outcome.runs[:MOST_ANSWERS]
     ]
 
 

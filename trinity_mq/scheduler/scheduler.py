@@ -13,7 +13,7 @@ import structlog
 
 from trinity_mq.bus import Bus, BusUnavailable, Delivery, Topology, create_bus
 from trinity_mq.config import Config
-from trinity_mq.dispatch.collector import Collector
+from trinity_mq.dispatch.collector import STOPPED, Collector
 from trinity_mq.dispatch.dispatcher import CANCEL_GRACE, Dispatcher
 from trinity_mq.dispatch.tickets import Ticket, check_batch_id
 from trinity_mq.dispatch.timeouts import UsableClock, seconds_left
@@ -435,7 +435,7 @@ class Scheduler:
             if not waiter.done() and task.done():
                 if not task.cancelled():
                     task.result()
-                raise RuntimeError("the scheduler was stopped while a caller waited for it; call start() again")
+                raise RuntimeError(STOPPED)
         finally:
             waiter.cancel()
             await asyncio.wait([waiter])

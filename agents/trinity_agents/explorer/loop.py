@@ -426,7 +426,7 @@ class ExplorerLoop:
             ) as consumer:
                 async for delivery in consumer:
                     group = [delivery]
-                    while self._is_first_delivery(group[-1]) and len(group) < self._submission_room:
+                    while not group[-1].deliveries_before and len(group) < self._submission_room:
                         if (more := consumer.get_nowait()) is None:
                             break
                         group.append(more)
@@ -441,25 +441,18 @@ class ExplorerLoop:
         """Number of submissions that can be accepted now; 0 or less: none."""
         return min(INTAKE, self.source.room, OPEN_EVALUATIONS - self.batches.open_submitted)
 
-    @staticmethod
-    def _is_first_delivery(delivery: Delivery) -> bool:
-        """Return whether the submission is delivered for the first time, and may be accepted together with others."""
-        return not delivery.deliveries_before
-
     async def _accept_all(self, group: Sequence[Delivery]) -> None:
         """Accept a group of submissions, but each redelivered submission alone.
 
         A submission that crashes the process then does not affect other submissions.
         """
-        agent, first = self.agent, [delivery for delivery in group if self._is_first_delivery(delivery)]
-        if first:
+        agent = self.agent
+        if first := [delivery for delivery in group if not delivery.deliveries_before]:
             await self._accept(first)
         for delivery in group:
-            if not self._is_first_delivery(delivery):
-                work, decide = (
-                    functools.partial(self._accept, [delivery]),
-                    functools.partial(self._answer_rejected, delivery),
-                )
+            if delivery.deliveries_before:
+                work = functools.partial(self._accept, [delivery])
+                decide = functools.partial(self._answer_rejected, delivery)
                 await handle_or_set_aside(agent.bus, agent.topology, delivery, agent.id, work, decide=decide)
 
     async def _answer_rejected(self, delivery: Delivery, reason: str) -> None:
@@ -474,30 +467,9 @@ class ExplorerLoop:
         """Accept or refuse each submission of a group, save once, open the tickets of evaluations, then acknowledge the
         group. Submissions that were accepted before are only acknowledged.
         """
-        agent, submissions = self.agent, list[tuple[Delivery, TaskSubmission, SubmissionRef]]()
         self._last_accepted_at = asyncio.get_running_loop().time()
-        for delivery in group:
-            message = await decode_or_dead_letter(agent.bus, agent.topology, delivery, agent.id, expect=TaskSubmission)
-            if not isinstance(message, TaskSubmission):
-                continue
-            name = message.submission_id or delivery.message_id
-            by_gateway = delivery.routing_key == BY_GATEWAY and delivery.reply_to == agent.topology.sessions.name
-            if not name or (name.startswith(OF_SESSIONS) and not by_gateway):
-                reason = GATEWAYS_NAME if name else "a submission needs a submission_id or a message_id"
-                await self._answer_rejected(delivery, reason)
-                await dead_letter(agent.bus, agent.topology, delivery, reason, agent.id)
-                await acknowledge(delivery)
-                continue
-            outside = delivery.headers.get(TRACEPARENT)
-            ref = SubmissionRef(
-                submission_id=name,
-                reply_to=delivery.reply_to,
-                correlation_id=delivery.correlation_id,
-                want_experiences=message.want_experiences,
-                traceparent=outside if isinstance(outside, str) and read_traceparent(outside) else None,
-                by_gateway=by_gateway,
-            )
-            submissions.append((delivery, message, ref))
+        read = [(delivery, await self._read_submission(delivery)) for delivery in group]
+        submissions = [(delivery, *submission) for delivery, submission in read if submission is not None]
         known_ids = await self._file.known([ref.submission_id for _, _, ref in submissions])
         evaluations: list[Ticket] = []
         for delivery, message, ref in submissions:
@@ -512,7 +484,34 @@ class ExplorerLoop:
                 opening.create_task(self.dispatcher.open(ticket))
         for delivery, _, _ in submissions:
             await acknowledge(delivery)
-        agent.woken.notify()
+        self.agent.woken.notify()
+
+    async def _read_submission(self, delivery: Delivery) -> tuple[TaskSubmission, SubmissionRef] | None:
+        """Return a submission and its submitter. Return None for a message that was dead-lettered: it does not decode,
+        or has no id that its sender may use.
+        """
+        agent = self.agent
+        message = await decode_or_dead_letter(agent.bus, agent.topology, delivery, agent.id, expect=TaskSubmission)
+        if not isinstance(message, TaskSubmission):
+            return None
+        name = message.submission_id or delivery.message_id
+        by_gateway = delivery.routing_key == BY_GATEWAY and delivery.reply_to == agent.topology.sessions.name
+        if not name or (name.startswith(OF_SESSIONS) and not by_gateway):
+            reason = GATEWAYS_NAME if name else "a submission needs a submission_id or a message_id"
+            await self._answer_rejected(delivery, reason)
+            await dead_letter(agent.bus, agent.topology, delivery, reason, agent.id)
+            await acknowledge(delivery)
+            return None
+        traceparent = delivery.headers.get(TRACEPARENT)
+        ref = SubmissionRef(
+            submission_id=name,
+            reply_to=delivery.reply_to,
+            correlation_id=delivery.correlation_id,
+            want_experiences=message.want_experiences,
+            traceparent=traceparent if isinstance(traceparent, str) and read_traceparent(traceparent) else None,
+            by_gateway=by_gateway,
+        )
+        return message, ref
 
     async def _submitted(self, delivery: Delivery, message: TaskSubmission, ref: SubmissionRef) -> list[Ticket]:
         """Accept or refuse a submission that is not a repeat. Return a list with its ticket if it is an accepted
@@ -539,10 +538,8 @@ class ExplorerLoop:
         if self.state.finished:
             await self._refuse(ref, "cancelled", NO_MORE_BATCHES)
             return []
-        batch, submission = (
-            f"{self.state.closed}/submitted-{self.state.submitted}",
-            ref.model_copy(update={"task_id": 0}),
-        )
+        batch = f"{self.state.closed}/submitted-{self.state.submitted}"
+        submission = ref.model_copy(update={"task_id": 0})
         ticket = self.dispatcher.make_ticket([task], batch, deliver="none", lane="eval", submissions=[submission])
         self.dispatcher.tickets[ticket.ticket] = ticket  # the next save stores it together with the submission's id
         return [ticket]

@@ -9,7 +9,7 @@ import sqlite3
 import uuid
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -337,7 +337,9 @@ class StateFile:
             try:
                 await asyncio.shield(writing)
             finally:
-                await asyncio.wait([writing])  # if the caller is cancelled, the next write must still wait
+                while not writing.done():  # if the caller is cancelled, even twice, the next write must still wait
+                    with suppress(asyncio.CancelledError):
+                        await asyncio.wait([writing])
                 if not writing.cancelled() and writing.exception() is None:
                     self._count_as_written(state, changes)
             self._served_saves = asked

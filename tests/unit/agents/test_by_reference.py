@@ -627,6 +627,20 @@ async def test_a_call_ends_when_a_part_does_not_arrive(disk: Disk) -> None:
     assert loop.time() - began == pytest.approx(call.world.config.broker.publish_timeout, abs=1.0)
 
 
+async def test_a_call_that_waits_at_the_end_of_its_collector_fails_and_leaves_what_was_read_for_the_next(
+    disk: Disk,
+) -> None:
+    call = Call(disk)
+    collector = await call.collector()
+    two_parts = call.result.model_copy(update={"parts": 2})
+    taking = asyncio.create_task(collector.take(call.ticket, [two_parts]))
+    await asyncio.sleep(1)
+    await collector.close()
+    with pytest.raises(RuntimeError, match="the scheduler was stopped"):
+        await taking
+    assert await call.take(collector) == [LARGE]
+
+
 async def test_a_damaged_blob_of_a_caller_is_parked_with_the_reason(disk: Disk) -> None:
     call = Call(disk)
     collector = await call.collector()
@@ -635,3 +649,16 @@ async def test_a_damaged_blob_of_a_caller_is_parked_with_the_reason(disk: Disk) 
     assert await call.take(collector) == []
     (reason,) = call.world.reasons()
     assert "has 5 bytes" in reason
+
+
+async def test_a_call_that_ends_while_it_parks_a_damaged_blob_leaves_it_for_the_next(disk: Disk) -> None:
+    call = Call(disk)
+    collector = await call.collector()
+    (path,) = disk.blobs("batch")
+    path.write_bytes(b"short")
+    taking = asyncio.create_task(call.take(collector))
+    call.world.kill_after = len(call.world.wire) + 1, taking  # when the dead letter is sent
+    await asyncio.wait([taking])
+    assert taking.cancelled()
+    assert await call.take(collector) == []
+    assert "has 5 bytes" in call.world.reasons()[0]

@@ -16,14 +16,12 @@ from aiormq.exceptions import (
     ChannelPreconditionFailed,
     ConnectionClosed,
 )
-from pamqp.commands import Basic
 from tenacity import RetryCallState
 
-from trinity_mq.bus.base import BusRefused, BusUnavailable, Lock, QueueGone
+from trinity_mq.bus.base import BusRefused, BusUnavailable, QueueGone
 from trinity_mq.bus.rabbit import bus as rabbit_bus
 from trinity_mq.bus.rabbit.bus import RabbitBus
 from trinity_mq.bus.rabbit.connection import BrokerConnectError, InequivalentError, Locked, _drain, amqp_errors
-from trinity_mq.bus.rabbit.consumer import RabbitConsumer
 from trinity_mq.bus.retry import backoff, retrying
 from trinity_mq.bus.topology import Topology
 from trinity_mq.config.bus import BrokerConfig
@@ -147,80 +145,104 @@ def test_a_cancellation_that_meets_the_end_of_an_attempt_ends_the_routine(ends_w
     run_virtually(closed_while_it_connects(), limit=60)
 
 
-async def test_a_lock_that_another_connection_took_is_not_held_while_it_is_taken_again() -> None:
-    bus = RabbitBus("amqp://nobody@127.0.0.1:1/", Topology("r"), config=BrokerConfig(), name="test")
-    lock = bus._locks["q"] = Lock("q", bus._release)
-    held = []
+class LookingBus(RabbitBus):
+    """A bus on a broker that answers with these functions."""
 
-    async def depth(_name: str) -> int:
-        raise Locked("it belongs to another connection")
+    def __init__(self, **broker: Any) -> None:
+        config = BrokerConfig(connect_timeout=0.1)
+        super().__init__("amqp://nobody@127.0.0.1:1/", Topology("r"), config=config, name="test")
+        self.repaired = asyncio.Event()
+        answers: Any = SimpleNamespace(own=self.own, **broker)
+        self._admin = answers
+        self._rebuilt.set()
+
+    async def own(self, _name: str) -> None:
+        """Let any lock be taken."""
+
+    async def look(self) -> None:
+        await self._look_for_own_queues()
+
+    async def _repair(self) -> None:
+        self.repaired.set()
+
+
+async def is_lost(_name: str) -> bool:
+    return True
+
+
+async def test_a_lock_that_another_connection_took_is_not_held_while_it_is_taken_again() -> None:
+    held = []
 
     async def own_again(_name: str) -> None:
         held.append(lock.held)
         await lock.release()  # its agent ends meanwhile
-        raise Locked("it still does")
+        raise Locked("it belongs to another connection")
 
-    admin: Any = SimpleNamespace(depth=depth, own_again=own_again)
-    bus._admin = admin
-    await bus._look_for_own_queues()
+    bus = LookingBus(is_lost=is_lost, own_again=own_again)
+    lock = await bus.lock("explorer")
+    await bus.look()
     assert held == [False]
-    assert not bus._locks
     async with asyncio.timeout(1):
         await lock.wait_lost()
+    assert await bus.lock("explorer") is not lock, "the bus has forgotten the lost lock"
 
 
-async def test_an_unexpected_error_of_the_look_for_queues_does_not_end_the_reconnect_routine(
-    monkeypatch: pytest.MonkeyPatch,
+async def test_a_lock_that_is_released_while_it_is_taken_again_is_not_kept() -> None:
+    deleted = []
+
+    async def own_again(_name: str) -> None:
+        await lock.release()
+
+    async def delete(name: str) -> None:
+        deleted.append(name)
+
+    bus = LookingBus(is_lost=is_lost, own_again=own_again, delete=delete)
+    lock = await bus.lock("explorer")
+    await bus.look()
+    assert deleted == [lock.queue]
+    assert not lock.held
+
+
+async def test_a_lock_that_could_not_be_taken_again_is_tried_at_the_next_look() -> None:
+    answers: Any = iter([BrokerConnectError("the channel was closed"), None])
+
+    async def own_again(_name: str) -> None:
+        if (error := next(answers)) is not None:
+            raise error
+
+    bus = LookingBus(is_lost=is_lost, own_again=own_again)
+    lock = await bus.lock("explorer")
+    await bus.look()
+    assert not lock.held
+    await bus.look()
+    assert lock.held
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_a_look_for_queues_that_fails_or_hangs_does_not_end_the_reconnect_routine(
+    monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
     monkeypatch.setattr(rabbit_bus, "LOOK_SECONDS", 0.01)
-    looked, repaired = asyncio.Event(), asyncio.Event()
+    looked = asyncio.Event()
 
-    class FailingBus(RabbitBus):
-        async def _look_for_own_queues(self) -> None:
-            looked.set()
-            raise ValueError("unexpected")
+    async def fails(_name: str) -> bool:
+        looked.set()
+        if hangs:
+            await asyncio.Event().wait()
+        raise ValueError("unexpected")
 
-        async def _repair(self) -> None:
-            repaired.set()
-
-    bus = FailingBus("amqp://nobody@127.0.0.1:1/", Topology("r"), config=BrokerConfig(), name="test")
+    bus = LookingBus(is_lost=fails)
+    await bus.lock("explorer")
     bus._routine = asyncio.create_task(bus._keep())
     async with asyncio.timeout(10):
         await looked.wait()
         bus._broken.set()
-        await repaired.wait()
+        await bus.repaired.wait()
     await bus.close()
 
 
 class FlakyError(Exception):
     """Goes away by itself."""
-
-
-class QosChannel:
-    """Encodes the prefetch as the client does."""
-
-    is_closed = False
-
-    def __init__(self) -> None:
-        self.closing = asyncio.get_running_loop().create_future()
-        self.on_consumer_cancel_callbacks: set[object] = set()
-        self.prefetch = 0
-
-    async def channel(self) -> QosChannel:
-        return self
-
-    async def basic_qos(self, *, prefetch_count: int) -> None:
-        Basic.Qos(prefetch_count=prefetch_count).marshal()
-        self.prefetch = prefetch_count
-
-    async def basic_consume(self, *_: object, **__: object) -> Basic.ConsumeOk:
-        return Basic.ConsumeOk("tag")
-
-
-async def test_a_prefetch_above_what_amqp_can_encode_is_the_largest_one() -> None:
-    channel: Any = QosChannel()
-    await RabbitConsumer(Topology("r").dead, 70_000, None, lambda: None, lambda _: None).attach(channel)
-    assert channel.prefetch == 65_535
 
 
 def test_waits_are_drawn_below_a_bound_that_doubles_up_to_a_limit() -> None:

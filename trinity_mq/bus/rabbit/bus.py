@@ -226,19 +226,14 @@ class RabbitBus(Bus):
         # the loop must end: ``wait_for`` of Python 3.11, which the client uses to connect, loses a cancellation that
         # arrives just as the attempt ends
         while not self._closed:
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_SECONDS):
                     await self._broken.wait()
-            except TimeoutError:
-                try:
-                    await self._look_for_own_queues()
-                except (BrokerConnectError, BusRefused):
-                    pass  # the connection reports its own loss
-                except Exception:  # without this routine the bus would never reconnect
-                    log.exception("own_queues_not_seen", bus=self._name)
-                continue
-            self._broken.clear()
-            await retrying(Exception, before_sleep=self._note_failure)(self._repair)
+            if self._broken.is_set():
+                self._broken.clear()
+                await retrying(Exception, before_sleep=self._note_failure)(self._repair)
+            else:
+                await self._look_for_own_queues()
 
     async def _look_for_own_queues(self) -> None:
         """Attach the consumers of exclusive queues again, and retake the locks, if their queues are gone.
@@ -247,18 +242,22 @@ class RabbitBus(Bus):
         name, including queues of the same name that were declared since. It does not tell their consumers (seen on
         4.0.5).
         """
-        for consumer in tuple(self._consumers):
-            is_own = consumer.queue.kind == "exclusive" and consumer.attached and not consumer.over
-            if is_own and await self._admin.is_lost(consumer.queue.name):
-                consumer.detach()
-        for lock in tuple(self._locks.values()):
-            try:
-                if not lock.held or await self._admin.depth(lock.queue) is not None:
-                    continue
-            except Locked:
-                lock.held = False  # another connection has it now, so this agent must not act
-            log.warning("lock_queue_gone", lock=lock.queue, action="take it again")
-            await self._retake_locks()
+        try:
+            async with asyncio.timeout(self._config.connect_timeout):
+                for consumer in tuple(self._consumers):
+                    is_own = consumer.queue.kind == "exclusive" and consumer.attached and not consumer.over
+                    if is_own and await self._admin.is_lost(consumer.queue.name):
+                        consumer.detach()
+                for lock in tuple(self._locks.values()):
+                    if lock.held and await self._admin.is_lost(lock.queue):
+                        log.warning("lock_queue_gone", lock=lock.queue, action="take it again")
+                        lock.held = False  # another connection may have it now, so this agent must not act
+            if not all(lock.held for lock in self._locks.values()):
+                await self._retake_locks()
+        except (BrokerConnectError, BusRefused, TimeoutError):
+            pass  # the connection reports its own loss, and the next look repeats the rest
+        except Exception:  # without this routine the bus would never reconnect
+            log.exception("own_queues_not_seen", bus=self._name)
 
     async def _repair(self) -> None:
         """Reopen closed connections and channels, and rebuild their state: locks, then queues, then consumers, then
@@ -308,7 +307,10 @@ class RabbitBus(Bus):
                 lock.reconnected(retaken=False)
                 self._locks.pop(lock.queue, None)
             else:
-                lock.reconnected(retaken=True)
+                if lock.queue in self._locks:
+                    lock.reconnected(retaken=True)
+                else:  # its agent has released it during the await
+                    await self._admin.delete(lock.queue)
 
     def _suspend_locks(self) -> None:
         for lock in self._locks.values():
