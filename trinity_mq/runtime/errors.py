@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trinity_mq.bus import BusError
-from trinity_mq.runtime.expected_errors import leaf_errors
 
 _LIBRARIES = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},)
 _PROJECT = tuple(str(Path(__file__).parents[2] / package) + "/" for package in ("trinity_mq", "agents/trinity_agents"))
@@ -44,7 +43,9 @@ class RecycleRequested(RestartRequested):
 
 def first_leaf(error: BaseException) -> BaseException:
     """Return ``error``, or for an exception group the first exception in it that is not a group itself."""
-    return next(leaf_errors(error))
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def describe_error(error: BaseException) -> str:
