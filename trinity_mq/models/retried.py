@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_delay
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type
 
 from trinity_mq.models.errors import EngineLost, EngineNotReady
 
@@ -19,15 +21,25 @@ def engine_retries(seconds: float, *, others: bool = False) -> dict[str, Any]:
     """Return the tenacity arguments for retries of a request to an engine that is not ready.
 
     Args:
-        seconds: Seconds since the first try after which a failed try is not retried.
+        seconds: Seconds from now after which a failed try is not retried.
         others: Retry also after an engine was lost, because another engine may answer.
     """
+    clock = _clock()
+    deadline = clock() + seconds
     return {
         "retry": retry_if_exception_type((EngineNotReady, EngineLost) if others else EngineNotReady),
         "wait": _pause,
-        "stop": stop_after_delay(seconds),
+        "stop": lambda state: clock() >= deadline,
         "reraise": True,
     }
+
+
+def _clock() -> Callable[[], float]:
+    """Return the clock of the running loop, which may be virtual; without a loop, the monotonic clock."""
+    try:
+        return asyncio.get_running_loop().time
+    except RuntimeError:
+        return time.monotonic
 
 
 def _pause(state: RetryCallState) -> float:
