@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type
 
 from trinity_mq.models.errors import EngineLost, EngineNotReady
+from trinity_mq.runtime.event_loop import loop_time
 
 T = TypeVar("T")
 
@@ -24,22 +23,13 @@ def engine_retries(seconds: float, *, others: bool = False) -> dict[str, Any]:
         seconds: Seconds from now after which a failed try is not retried.
         others: Retry also after an engine was lost, because another engine may answer.
     """
-    clock = _clock()
-    deadline = clock() + seconds
+    deadline = loop_time() + seconds
     return {
         "retry": retry_if_exception_type((EngineNotReady, EngineLost) if others else EngineNotReady),
         "wait": _pause,
-        "stop": lambda state: clock() >= deadline,
+        "stop": lambda state: loop_time() >= deadline,
         "reraise": True,
     }
-
-
-def _clock() -> Callable[[], float]:
-    """Return the clock of the running loop, which may be virtual; without a loop, the monotonic clock."""
-    try:
-        return asyncio.get_running_loop().time
-    except RuntimeError:
-        return time.monotonic
 
 
 def _pause(state: RetryCallState) -> float:

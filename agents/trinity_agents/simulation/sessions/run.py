@@ -9,11 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from trinity_agents.explorer import task_source
 from trinity_agents.gateway import agent as gateway_agent
 from trinity_agents.simulation.faulty_bus import FaultyBus
 from trinity_agents.simulation.schedule import BrokerAlarm, BrokerRestart, ConnectionLoss, Drain, SessionLoad
@@ -84,9 +82,7 @@ class SessionRun(ScheduledRun):
 
     @contextmanager
     def surroundings(self) -> Iterator[None]:
-        """Seed the ids of sessions and keys, let the explorer wait in virtual time, and give gateways the simulated
-        clients of engines.
-        """
+        """Seed the ids of sessions and keys, and give gateways the simulated clients of engines."""
         dice = random.Random(f"{self.schedule.seed}/ids")
 
         def drawn_id() -> str:
@@ -95,11 +91,9 @@ class SessionRun(ScheduledRun):
         def drawn_key() -> str:
             return access.KEY_BEGINS + drawn_id()
 
-        virtual = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
         with (
             mock.patch.object(access, "new_session_id", drawn_id),
             mock.patch.object(access, "new_key", drawn_key),
-            mock.patch.object(task_source, "time", virtual),
             mock.patch.object(gateway_agent, "EngineClients", return_value=self.clients),
         ):
             yield
