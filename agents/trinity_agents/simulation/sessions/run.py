@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+from aiohttp import web_app
+
 from trinity_agents.gateway import agent as gateway_agent
 from trinity_agents.simulation.faulty_bus import FaultyBus
 from trinity_agents.simulation.schedule import BrokerAlarm, BrokerRestart, ConnectionLoss, Drain, SessionLoad
@@ -95,6 +97,8 @@ class SessionRun(ScheduledRun):
             mock.patch.object(access, "new_session_id", drawn_id),
             mock.patch.object(access, "new_key", drawn_key),
             mock.patch.object(gateway_agent, "EngineClients", return_value=self.clients),
+            # without aiohttp's cache, which keeps the last thousand routes and so their gateways, runs and open files
+            mock.patch.object(web_app, "_cached_build_middleware", web_app._build_middlewares),  # noqa: SLF001
         ):
             yield
 
