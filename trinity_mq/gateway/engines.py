@@ -5,7 +5,6 @@ engine if its own is lost.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from types import MappingProxyType
@@ -20,6 +19,7 @@ from trinity_mq.models.inference import InferenceModel
 from trinity_mq.models.recording.sse import AnswerAssembler, EventReader, SurrogateRepairer
 from trinity_mq.models.request_groups import CONNECT_SECONDS
 from trinity_mq.models.retried import engine_retries
+from trinity_mq.runtime.event_loop import loop_time
 
 DONE = b"[DONE]"
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
@@ -181,7 +181,7 @@ class EngineCalls:
         """Return the result of ``send`` for the body of a request to ``model``. A field of :data:`NEW_FIELDS` that the
         engine refuses, because it is of an older release, is left out of this request and of later requests.
         """
-        now = time.monotonic()
+        now = loop_time()
         self._refused = {key: at for key, at in self._refused.items() if now - at < OLD_ENGINE_SECONDS}
         refused = {name for name in NEW_FIELDS if (model.url, name) in self._refused}
         sent = {name: value for name, value in body.items() if name not in refused} | {"model": model.name}

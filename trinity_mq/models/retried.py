@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_delay
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type
 
 from trinity_mq.models.errors import EngineLost, EngineNotReady
+from trinity_mq.runtime.event_loop import loop_time
 
 T = TypeVar("T")
 
@@ -19,13 +20,14 @@ def engine_retries(seconds: float, *, others: bool = False) -> dict[str, Any]:
     """Return the tenacity arguments for retries of a request to an engine that is not ready.
 
     Args:
-        seconds: Seconds since the first try after which a failed try is not retried.
+        seconds: Seconds from now after which a failed try is not retried.
         others: Retry also after an engine was lost, because another engine may answer.
     """
+    deadline = loop_time() + seconds
     return {
         "retry": retry_if_exception_type((EngineNotReady, EngineLost) if others else EngineNotReady),
         "wait": _pause,
-        "stop": stop_after_delay(seconds),
+        "stop": lambda state: loop_time() >= deadline,
         "reraise": True,
     }
 

@@ -40,6 +40,16 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return FineClock
 
 
+def loop_time() -> float:
+    """Return the time of the running loop in seconds, which is virtual in a simulated run; without a running loop the
+    time of the monotonic clock.
+    """
+    try:
+        return asyncio.get_running_loop().time()
+    except RuntimeError:
+        return time.monotonic()
+
+
 def run_until_complete(work: Coroutine[Any, Any, T]) -> T:
     """Run ``work`` on a new event loop. In the main thread SIGTERM has the effect of Ctrl-C: it cancels ``work``, which
     then cleans up.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,6 +16,7 @@ from trinity_mq.dispatch.tickets import SubmissionRef, Ticket
 from trinity_mq.gateway.recorded_call import RECORDED_SESSIONS
 from trinity_mq.messages import TaskBody
 from trinity_mq.rewards.outsiders import restrict_task
+from trinity_mq.runtime.event_loop import loop_time
 
 log = structlog.get_logger(__name__)
 
@@ -61,7 +61,7 @@ class TaskSource:
         self._config, self._state, self._taskset = config, state, taskset
         self._learning = taskset if isinstance(taskset, LearningReader) and taskset.learns else None
         self._pending_since = -math.inf
-        """Monotonic time in seconds since which pending tasks of mode ``serve`` have waited for a complete batch."""
+        """Time of the loop in seconds since which pending tasks of mode ``serve`` have waited for a complete batch."""
         self._observed = {observation.ticket for observation in state.observations}
         """Tickets whose statistics the selectors have received."""
         if self._learning is not None:
@@ -90,7 +90,7 @@ class TaskSource:
         pending = len(self._state.pending)
         if self._taskset is not None or not pending or self._config.mode != "serve":
             return self._taskset is not None or pending > 0
-        waited = time.monotonic() - self._pending_since
+        waited = loop_time() - self._pending_since
         return pending >= self._config.buffer.batch_size or waited >= self._config.gateway.batch_wait
 
     def take(self, among: int = 1) -> list[PendingTask]:
@@ -107,7 +107,7 @@ class TaskSource:
         size = buffer.batch_size + min(math.ceil(state.refill_debt / among), self._config.max_refill)
         batch = state.pending[:size]
         del state.pending[:size]
-        self._pending_since = time.monotonic()
+        self._pending_since = loop_time()
         on_top = 0
         if self._taskset is not None:
             room = size - len(batch)
@@ -170,7 +170,7 @@ class TaskSource:
         self._state.accepted.append(ref.submission_id)
         if not task.is_eval:
             if not self._state.pending:
-                self._pending_since = time.monotonic()
+                self._pending_since = loop_time()
             self._state.pending.append(PendingTask(task=task, submission=ref))
 
     def completed(self, task: TaskBody, *, exact_runs: bool = False, by_gateway: bool = False) -> TaskBody:

@@ -5,12 +5,16 @@ They are a file of their own, so that another process of ``--dist loadfile`` pla
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 
 from trinity_agents.simulation.__main__ import main
 from trinity_agents.simulation.coverage import ALL_STATES, Coverage
-from trinity_agents.simulation.explore import explore
+from trinity_agents.simulation.explore import explore, play_schedule
 from trinity_agents.simulation.schedule import draw
+from trinity_agents.simulation.sessions.run import SessionRun
 
 DEFAULT_SESSIONS, FEW_SESSIONS, CHUNK_OF_SESSIONS, END_OF_SESSIONS = 16, 4, 50, 2000
 """Seeds of the default tests and of one of them; seeds of an extended one, and the end of all."""
@@ -83,6 +87,21 @@ def test_the_seeds_of_runs_with_sessions_are_others() -> None:
     assert with_sessions.only([0]).command == "python -m trinity_agents.simulation --sessions --seed 137 --faults 0"
     assert draw(137).sessions is None
     assert draw(137).settings != with_sessions.settings
+
+
+@pytest.mark.timeout(60)
+def test_nothing_keeps_a_run_that_was_played() -> None:
+    """Else a run is freed at any time, and its open files are errors of another test."""
+    runs: list[weakref.ref[SessionRun]] = []
+
+    class FollowedRun(SessionRun):
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            runs.append(weakref.ref(self))
+
+    play_schedule(draw(0, sessions=True).only([]), FollowedRun)
+    gc.collect()
+    assert [run() for run in runs] == [None]
 
 
 @pytest.mark.timeout(60)

@@ -2,10 +2,12 @@ import asyncio
 from collections import Counter
 
 import pytest
+from tenacity import AsyncRetrying
 
 from trinity_mq.messages import Heartbeat
 from trinity_mq.models.engine_selection import BACKOFF, STALE, EngineSelector
-from trinity_mq.models.errors import EngineLost
+from trinity_mq.models.errors import EngineLost, EngineNotReady
+from trinity_mq.models.retried import engine_retries
 from trinity_mq.testing.virtual_time import run_virtually
 
 
@@ -104,3 +106,15 @@ def test_without_weights_or_role_or_address():
         assert engines.chosen(2) == {"empty": 2}
 
     run_virtually(main())
+
+
+def test_retries_for_an_engine_without_weights_end_by_the_clock_of_the_loop():
+    async def refuse():
+        raise EngineNotReady("it has no weights", retry_after=1.0)
+
+    async def main():
+        with pytest.raises(EngineNotReady):
+            await AsyncRetrying(**engine_retries(20.0))(refuse)
+        assert asyncio.get_running_loop().time() == 20.0
+
+    run_virtually(main(), limit=100.0)

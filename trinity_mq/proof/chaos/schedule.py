@@ -203,9 +203,11 @@ def _check(fault: Fault, path: Path) -> None:
     if inside is not None and inside.role != fault.role:
         wrong.append(f"point is {fault.point!r}, which only a {inside.role} passes, not a {fault.role}")
     numbers = {name: getattr(fault, name) for name in ("pick", "wait", "seconds", "occurrence")}
-    if others := {name: value for name, value in numbers.items() if not isinstance(value, int | float)}:
-        wrong += [f"{name} is {value!r}, wanted a number" for name, value in others.items()]
-    elif not (0 <= fault.pick <= 1 and fault.wait >= 0 and fault.seconds >= 0 and fault.occurrence >= 1):
+    others = {name: value for name, value in numbers.items() if not isinstance(value, int | float)}
+    wrong += [f"{name} is {value!r}, wanted a number" for name, value in others.items()]
+    if isinstance(occurrence := numbers["occurrence"], float):
+        wrong.append(f"occurrence is {occurrence!r}, wanted a whole number")
+    if not others and not (0 <= fault.pick <= 1 and fault.wait >= 0 and fault.seconds >= 0 and fault.occurrence >= 1):
         wrong.append("pick must be from 0 to 1, wait and seconds at least 0, occurrence at least 1")
     if wrong:
         raise CommandError(f"{path}, fault {fault.number}: {'; '.join(wrong)}")

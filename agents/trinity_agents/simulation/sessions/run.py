@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from trinity_agents.explorer import task_source
+from aiohttp import web_app
+
 from trinity_agents.gateway import agent as gateway_agent
 from trinity_agents.simulation.faulty_bus import FaultyBus
 from trinity_agents.simulation.schedule import BrokerAlarm, BrokerRestart, ConnectionLoss, Drain, SessionLoad
@@ -84,9 +84,7 @@ class SessionRun(ScheduledRun):
 
     @contextmanager
     def surroundings(self) -> Iterator[None]:
-        """Seed the ids of sessions and keys, let the explorer wait in virtual time, and give gateways the simulated
-        clients of engines.
-        """
+        """Seed the ids of sessions and keys, and give gateways the simulated clients of engines."""
         dice = random.Random(f"{self.schedule.seed}/ids")
 
         def drawn_id() -> str:
@@ -95,12 +93,12 @@ class SessionRun(ScheduledRun):
         def drawn_key() -> str:
             return access.KEY_BEGINS + drawn_id()
 
-        virtual = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
         with (
             mock.patch.object(access, "new_session_id", drawn_id),
             mock.patch.object(access, "new_key", drawn_key),
-            mock.patch.object(task_source, "time", virtual),
             mock.patch.object(gateway_agent, "EngineClients", return_value=self.clients),
+            # without aiohttp's cache, which keeps the last thousand routes and so their gateways, runs and open files
+            mock.patch.object(web_app, "_cached_build_middleware", web_app._build_middlewares),  # noqa: SLF001
         ):
             yield
 

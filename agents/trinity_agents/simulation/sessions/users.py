@@ -44,6 +44,12 @@ class UserRequest:
     """Value of the gateway's ``X-TMQ-Recorded`` header of each answer that arrived, by the number of the answer in the
     whole simulation."""
 
+    def take(self, reply: Reply) -> str:
+        """Record the answer in a gateway's reply, and return its text."""
+        text = str(reply.body["choices"][0]["message"]["content"])
+        self.answers[answer_number(int(text.split(maxsplit=1)[0]))] = reply.headers.get("X-TMQ-Recorded", "")
+        return text
+
 
 @dataclass
 class SentReward:
@@ -212,10 +218,8 @@ class Users:
         for reply in await asyncio.gather(*[once() for _ in range(equal)]):
             if reply is None or reply.status != 200:
                 continue
-            content = reply.body["choices"][0]["message"]["content"]
-            asked.answers[answer_number(int(content.split()[0]))] = reply.headers.get("X-TMQ-Recorded", "")
             diary.call = reply.body["id"]
-            diary.messages = [*messages, {"role": "assistant", "content": content}]
+            diary.messages = [*messages, {"role": "assistant", "content": asked.take(reply)}]
 
     async def _one_call(self) -> None:
         """Send a request without a session, and reward the answer by its id."""
@@ -225,8 +229,7 @@ class Users:
         if reply is None or reply.status != 200:
             return
         diary = SessionDiary(reply.body["id"], "train", "", "one call", asked=[asked], is_one_call=True)
-        content = reply.body["choices"][0]["message"]["content"]
-        asked.answers[answer_number(int(content.split()[0]))] = reply.headers.get("X-TMQ-Recorded", "")
+        asked.take(reply)
         self.diaries.append(diary)
         await asyncio.sleep(self._dice.choice(PAUSES))
         sent = self._new_reward(diary)

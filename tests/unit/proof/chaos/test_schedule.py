@@ -95,6 +95,7 @@ def test_a_file_holds_all_of_it(tmp_path: Path) -> None:
         ({"wait": float("nan")}, "wait and seconds at least 0"),
         ({"kind": []}, r"kind is \[\], wanted one of"),
         ({"wait": "3"}, "wait is '3', wanted a number"),
+        ({"occurrence": 1.5}, "occurrence is 1.5, wanted a whole number"),
         ({"pick": None, "point": []}, r"point is \[\], wanted null or .*pick is None, wanted a number"),
     ],
 )
