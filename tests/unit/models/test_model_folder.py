@@ -1,4 +1,5 @@
 import os
+import shutil
 import stat
 import threading
 from pathlib import Path
@@ -127,6 +128,14 @@ class FullDevice(TorchFunctionMode):
         if func is torch.empty:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("content", ["[1]", '{"eos_token_id": "</s>"}', "{"])
+def test_a_wrong_generation_configuration_is_a_fault_of_the_model(folder: Path, tmp_path: Path, content: str) -> None:
+    copied = Path(shutil.copytree(folder, tmp_path / "copied"))
+    (copied / "generation_config.json").write_text(content)
+    with pytest.raises(ModelError, match=r"generation_config\.json cannot be read: 1 validation error"):
+        TextCodec.load(copied)
 
 
 def test_a_full_device_is_no_fault_of_the_model(folder: Path) -> None:

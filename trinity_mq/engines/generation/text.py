@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel
+
 from trinity_mq.config.model import ModelConfig
 from trinity_mq.config.switches import SWITCHES, SwitchError
 from trinity_mq.families import bridge
@@ -749,16 +751,26 @@ def _key(switches: Mapping[str, Any]) -> str:
     return json.dumps(switches, sort_keys=True, default=str)
 
 
+class _GenerationConfig(BaseModel):
+    """The part of ``generation_config.json`` that ends responses."""
+
+    eos_token_id: int | list[int] | None = None
+
+
 def _stop_ids(tokenizer: Any, folder: Path) -> frozenset[int]:
-    """Return the end-of-sequence ids from the tokenizer and from ``generation_config.json``."""
+    """Return the end-of-sequence ids from the tokenizer and from ``generation_config.json``.
+
+    Raises:
+        ModelError: The file does not have the form of a generation configuration, or there is no such id.
+    """
     ids = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
     file = folder / "generation_config.json"
     if file.is_file():
         try:
-            eos: int | list[int] | None = json.loads(file.read_text()).get("eos_token_id")
+            eos = _GenerationConfig.model_validate_json(file.read_bytes()).eos_token_id
         except (OSError, ValueError) as error:
-            raise ModelError(f"{file} cannot be read: {error}") from error
-        ids.update([eos] if isinstance(eos, int) else eos or [])
+            raise ModelError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
+        ids.update([eos] if isinstance(eos, int) else eos or ())
     if not ids:
         raise ModelError(
             f"{folder} names no end-of-sequence token, in its tokenizer or in generation_config.json: responses would "
