@@ -134,7 +134,7 @@ class FullDevice(TorchFunctionMode):
 def test_a_wrong_generation_configuration_is_a_fault_of_the_model(folder: Path, tmp_path: Path, content: str) -> None:
     copied = Path(shutil.copytree(folder, tmp_path / "copied"))
     (copied / "generation_config.json").write_text(content)
-    with pytest.raises(ModelError, match=r"generation_config\.json cannot be read: 1 validation error"):
+    with pytest.raises(ModelError, match=r"generation_config\.json cannot be read: [12] validation error"):
         TextCodec.load(copied)
 
 

@@ -761,7 +761,7 @@ def _stop_ids(tokenizer: Any, folder: Path) -> frozenset[int]:
     """Return the end-of-sequence ids from the tokenizer and from ``generation_config.json``.
 
     Raises:
-        ModelError: The file does not have the form of a generation configuration, or there is no such id.
+        ModelError: The file is not a valid generation configuration, or neither names an id.
     """
     ids = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
     file = folder / "generation_config.json"
