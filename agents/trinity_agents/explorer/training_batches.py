@@ -284,13 +284,38 @@ class TrainingBatches:
 
     async def _close(self, ticket: Ticket) -> None:
         is_batch = ticket.deliver == "pipeline"
+        fresh = ticket.manifest is None
         began = time.monotonic()
-        metrics = self._manifest_metrics(ticket)
-        manifest = ticket.manifest
-        if manifest is None:
-            manifest = ticket.make_manifest().model_copy(update={"metrics": metrics})
-            if is_batch:
-                self._follow(ticket, manifest)
+        metrics = rollout_metrics(ticket, late=self._dispatcher.late_results - self._late)
+        metrics["rollout/submissions/refused"] = float(self._dispatcher.refused_submissions - self._refused)
+        if is_batch and self._config.max_refill:
+            metrics["rollout/refilled_groups"] = float(self._state.refilled.get(ticket.ticket, 0))
+            metrics["rollout/refill_debt"] = float(self._state.refill_debt)
+        if is_batch:
+            metrics |= self._source.observe(ticket)
+            if len(self._config.buffer.tasksets) > 1:
+                metrics |= taskset_metrics(ticket)
+        manifest = ticket.manifest or ticket.make_manifest().model_copy(update={"metrics": metrics})
+        if is_batch and fresh:
+            self._late = self._dispatcher.late_results
+            self._refused = self._dispatcher.refused_submissions
+            # Recorded before the manifest is published, because its Progress may arrive while submitters are being
+            # answered, or after a crash at that point.
+            promises = [
+                SubmittedTask(submission=submission, outcome=submission_outcome(ticket, submission))
+                for submission in ticket.submissions
+                if submission.want_experiences and submission.reply_to
+            ]
+            tasks = self._requeueable_tasks(ticket) if self._config.synchronizer.stale == "requeue" else {}
+            self._state.following.add(manifest, promises, tasks)
+            if self._config.explorer.unfinished == "requeue":
+                self._requeue_unfinished(ticket)
+            self._state.closed += 1
+            if (
+                self._state.closed % self._config.explorer.eval_interval == 0
+                and self._state.closed != self._source.total_batches
+            ):
+                self._evaluations.request(self._state.closed)
         record("make manifest", began, time.monotonic(), batch=ticket.batch)
         await self._dispatcher.close(ticket, manifest)
         self._state.given_back.pop(ticket.ticket, None)
@@ -298,72 +323,36 @@ class TrainingBatches:
         with span("save state", ticket.batch, wait=True):
             await self._save()
         if is_batch and isinstance(ticket.batch, int):
-            closing = self._closing_metrics(ticket, metrics.get("rollout/response_tokens/sum", 0.0))
-            self._report(ticket.batch, metrics | closing)
-
-    def _manifest_metrics(self, ticket: Ticket) -> dict[str, float]:
-        """Return the metrics for a ticket's manifest. Selectors receive the statistics of a training batch here."""
-        metrics = rollout_metrics(ticket, late=self._dispatcher.late_results - self._late)
-        metrics["rollout/submissions/refused"] = float(self._dispatcher.refused_submissions - self._refused)
-        if ticket.deliver != "pipeline":
-            return metrics
-        if self._config.max_refill:
-            metrics["rollout/refilled_groups"] = float(self._state.refilled.get(ticket.ticket, 0))
-            metrics["rollout/refill_debt"] = float(self._state.refill_debt)
-        metrics |= self._source.observe(ticket)
-        if len(self._config.buffer.tasksets) > 1:
-            metrics |= taskset_metrics(ticket)
-        return metrics
-
-    def _follow(self, ticket: Ticket, manifest: BatchClosed) -> None:
-        """Record in the state that a batch is closed. This happens before its manifest is published, because its
-        Progress may arrive while submitters are being answered, or after a crash at that point.
-        """
-        state = self._state
-        self._late, self._refused = self._dispatcher.late_results, self._dispatcher.refused_submissions
-        promises = [
-            SubmittedTask(submission=submission, outcome=submission_outcome(ticket, submission))
-            for submission in ticket.submissions
-            if submission.want_experiences and submission.reply_to
-        ]
-        tasks = self._requeueable_tasks(ticket) if self._config.synchronizer.stale == "requeue" else {}
-        state.following.add(manifest, promises, tasks)
-        if self._config.explorer.unfinished == "requeue":
-            self._requeue_unfinished(ticket)
-        state.closed += 1
-        if state.closed % self._config.explorer.eval_interval == 0 and state.closed != self._source.total_batches:
-            self._evaluations.request(state.closed)
-
-    def _closing_metrics(self, ticket: Ticket, tokens: float) -> dict[str, float]:
-        """Return the metrics of a batch that are known once it is closed; ``tokens`` is its number of response
-        tokens.
-        """
-        metrics = {
-            "rollout/lane_pauses": float(self._new_pauses()),
-            "rollout/resent_slices": float(ticket.resent),
-            "time/lane_paused": self._paused_time.pop(ticket.ticket, 0.0),
-        }
-        if (opened := self._opened_at.pop(ticket.ticket, None)) is not None:
-            metrics["time/explore"] = seconds = asyncio.get_running_loop().time() - opened
-            if seconds and tokens:
-                metrics["rollout/tokens_per_second"] = tokens / seconds
-        return metrics
+            opened = self._opened_at.pop(ticket.ticket, None)
+            took = {"rollout/lane_pauses": float(self._new_pauses())}
+            took["rollout/resent_slices"] = float(ticket.resent)
+            took["time/lane_paused"] = self._paused_time.pop(ticket.ticket, 0.0)
+            if opened is not None:
+                took["time/explore"] = seconds = asyncio.get_running_loop().time() - opened
+                if seconds and (tokens := metrics.get("rollout/response_tokens/sum")):
+                    took["rollout/tokens_per_second"] = tokens / seconds
+            self._report(ticket.batch, metrics | took)
 
     def _requeue_unfinished(self, ticket: Ticket) -> None:
-        """Requeue tasks without a finished run that counts; otherwise the longest tasks would be lost."""
+        """Requeue tasks without a finished run that counts; otherwise the longest tasks would be lost. A task is
+        requeued only once. Submitted tasks and tasks that crash processes are not requeued.
+        """
+        before = set(self._state.given_back.get(ticket.ticket, ()))
+        answered = {submission.task_id for submission in ticket.submissions}
         again = []
-        for task_id, task in self._requeueable_tasks(ticket).items():
+        for task_id, task in enumerate(ticket.tasks):
             results = ticket.results_of(task_id)
             if any(result.outcome == "poisoned" for result in results):
                 continue  # the task crashes processes, so it is only dead-lettered, for inspection
             lost = ticket.whole_tasks_only and ticket.was_cut_off(task_id)
-            if lost or not any(result.runs for result in results):
+            if (lost or not any(result.runs for result in results)) and task_id not in before | answered:
                 again.append(PendingTask(task=task, given_back=True))
         self._source.give_back(again)
 
     def _requeueable_tasks(self, ticket: Ticket) -> dict[int, TaskBody]:
-        """Return the tasks that may be requeued. A task is requeued only once, and not if it was submitted, because its
-        submitter has been answered.
+        """Return the tasks that are requeued if the trainer drops their groups as stale.
+
+        A task is requeued only once, and not if it was submitted, because its submitter has been answered.
         """
         never = {
             *self._state.given_back.get(ticket.ticket, ()),
