@@ -41,15 +41,13 @@ REACHED = Coverage()
 chunks = [
     *(range(first, first + CHUNK) for first in range(0, CHUNK * CHUNKS, CHUNK)),
     *(
-        pytest.param(
-            range(first, min(first + EXTENDED_CHUNK, END)), marks=[pytest.mark.extended, pytest.mark.timeout(600)]
-        )
+        pytest.param(range(first, min(first + EXTENDED_CHUNK, END)), marks=pytest.mark.extended)
         for first in range(CHUNK * CHUNKS, END, EXTENDED_CHUNK)
     ),
 ]
 
 
-@pytest.mark.timeout(300)  # a minute of processor time, of which a loaded machine gives a third
+@pytest.mark.timeout(600)  # a minute of processor time, of which a loaded machine gives a third
 @pytest.mark.parametrize("seeds", chunks, ids=lambda seeds: f"{seeds.start}:{seeds.stop}")
 def test_simulation_under_faults_counts_every_run_once(seeds: range) -> None:
     coverage, failed = explore(seeds)

@@ -116,4 +116,5 @@ def test_rehearsal(tmp_path: Path) -> None:
     assert [row["step"] for row in written] == [step.name for step in checklist.STEPS]
     judged = {row["step"] for row in written for figure in row["figures"] if figure["verdict"] == "ok"}
     assert judged == {"fork", "memory", "ranks", "loop", "checkpoint"}
-    assert not [child for child in psutil.Process().children(recursive=True) if "scripts.gpu" in str(child.cmdline())]
+    children = [child.as_dict(["cmdline"]) for child in psutil.Process().children(recursive=True)]  # None for a zombie
+    assert not [child for child in children if "scripts.gpu" in str(child["cmdline"])]
