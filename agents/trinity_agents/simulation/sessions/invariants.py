@@ -9,7 +9,7 @@ part of the log that retention has left, must have the same sessions.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -388,7 +388,7 @@ class OracleSession:
         kept = [call for name, call in self.calls.items() if name not in superseded]
         place_of = {call.call: place for place, call in enumerate(kept)}
         begun = [call.began or earlier for call, earlier in zip(kept, [0.0, *(call.at for call in kept)], strict=False)]
-        parents = [place_of.get(call.continues) for call in kept]
+        parents = [place_of.get(self._continued(call, superseded)) for call in kept]
         roots: list[int] = []
         for place, parent in enumerate(parents):
             roots.append(place if parent is None else roots[parent])
@@ -419,6 +419,15 @@ class OracleSession:
             for call, reward in zip(kept, worth, strict=True)
             if reward is not None
         }
+
+    def _continued(self, call: SessionCall, superseded: Collection[str]) -> str:
+        """Return the id of the trained call that ``call`` continues. A client that received both answers may continue
+        the answer that its repeat replaced: then it continues what this answer continued.
+        """
+        name = call.continues
+        while name in superseded and name in self.calls:
+            name = self.calls[name].continues
+        return name
 
     def refuses(self, body: Event) -> bool:
         """Return whether the session refuses an event: it is too late, repeats an end, or names an unknown call."""
