@@ -421,8 +421,8 @@ class OracleSession:
         }
 
     def _continued(self, call: SessionCall, superseded: Collection[str]) -> str:
-        """Return the id of the trained call that ``call`` continues. A client that received both answers may continue
-        the answer that its repeat replaced: then it continues what this answer continued.
+        """Return the id of the kept call that ``call`` continues, or an empty text. A client that received both answers
+        to a repeated request may continue the replaced answer. Then ``call`` continues the same call as that answer.
         """
         name = call.continues
         while name in superseded and name in self.calls:
